@@ -12,18 +12,21 @@ import numpy as np
 import pytest
 
 from tests.fuzz import __main__ as fuzz
-from tests.fuzz import bounds, known, many, moves, programs, state
-from tests.moe import oracle
+from tests.fuzz import known, many, state
+from tests.moe import bounds, oracle
+from tests.moe.case import Case
+from tests.moe.cases import RANDOM
+from tests.moe.plans import case as plans
 from triax import moe
 from triax.moe.layer import ops as layer_ops
 from triax.moe.layer import parts, products
 
-NUM_OPS = len(programs.OPS)
+NUM_OPS = len(RANDOM)
 
 
 def first_of(op):
     """The number of the op's first program: ops are drawn in turn."""
-    return [of.__name__ for of in programs.OPS].index(op)
+    return [of.__name__.removeprefix("draw_") for of in RANDOM].index(op)
 
 
 @pytest.mark.sampled(1)
@@ -101,7 +104,7 @@ def last_weight_unscaled(original, *args, **options):
         ("permute", "permute", rows_swapped, "rows"),
         ("unpermute", "unpermute", two_units_off, "out"),
         ("unpermute", "unpermute", gradient_without_a_row, "d_"),
-        ("make_plan", "make_plan", one_more_dropped, "num_dropped"),
+        ("plan", "make_plan", one_more_dropped, "num_dropped"),
         ("glu", "glu", gradient_without_a_row, "d_"),
         ("route", "route", last_weight_unscaled, "weights"),
         ("feed_forward", "ragged_dot", gradient_without_a_row, "d_"),
@@ -129,7 +132,7 @@ def test_planted_faults_are_found(monkeypatch, op, name, fault, where):
 
 def test_other_bits_in_a_second_run_are_found(monkeypatch):
     runs = []
-    original = programs.Program.run
+    original = Case.run
 
     def run(self, batch):
         runs.append(original(self, batch))
@@ -137,7 +140,7 @@ def test_other_bits_in_a_second_run_are_found(monkeypatch):
         runs[-1][0]["out"] = np.nextafter(found, np.float32(9)) if len(runs) == 2 else found
         return runs[-1]
 
-    monkeypatch.setattr(programs.Program, "run", run)
+    monkeypatch.setattr(Case, "run", run)
     _, done, failure = many.run(many.Job("xla", 5, first_of("plain"), 3, repeat=True))
     assert done.wrong == 1
     assert "other bits" in failure.text
@@ -167,9 +170,9 @@ def test_what_a_fault_is(got, want, message):
 def test_its_plan_is_that_of_the_other_oracle(seed):
     rng = np.random.default_rng(seed)
     for _ in range(20):
-        sizes = moves.draw_sizes(rng, "interpret")
+        sizes = plans.draw_sizes(rng, "interpret")
         ids = oracle.draw_ids(rng, sizes.tokens, sizes.slots, sizes.experts, "wild")
-        expected = oracle.plan(ids, sizes.experts, sizes.num_rows, sizes.capacity, sizes.align)
+        expected = oracle.plan(ids, sizes.experts, sizes.rows, sizes.capacity, sizes.align)
         for name, value in sizes.plan(ids)._asdict().items():
             np.testing.assert_array_equal(value, getattr(expected, name), err_msg=name)
 

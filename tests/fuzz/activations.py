@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.fuzz import draws
-from tests.fuzz.bounds import TINY, U32, Array, Near, exact, rounded
-from tests.fuzz.draws import Rng, one_of
-from tests.fuzz.moves import row_sums
 from tests.fuzz.products import FLOATS
-from tests.fuzz.program import Arrays, Program
+from tests.moe import draws
+from tests.moe.bounds import TINY, U32, Array, Near, exact, rounded
+from tests.moe.case import Arrays, Case
+from tests.moe.draws import Rng, one_of
+from tests.moe.permutation.case import row_sums
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 
@@ -145,7 +145,7 @@ def apart(both: Near, kind: Activation, interleaved: bool) -> tuple[Near, Near |
     return both[:, first], both[:, slice(1, None, 2) if interleaved else slice(width, None)]
 
 
-def glu(rng: Rng, path: str) -> Program:
+def glu(rng: Rng, path: str) -> Case:
     small = path == "interpret"
     num_rows = int(rng.integers(1, 40 if small else 200))
     width = one_of(rng, draws.SMALL_WIDTHS if small else draws.WIDTHS)
@@ -190,7 +190,7 @@ def glu(rng: Rng, path: str) -> Program:
         return wanted | ({"d_weights": d_weights} if weighted else {})
 
     gradients = (*names, *["weights"] * weighted)
-    return Program("glu", path, call, ("out",), draw, expect, gradients)
+    return Case("glu", path, call, ("out",), draw, expect, gradients)
 
 
 OPS = (glu,)

@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import draws, routing
+from tests.fuzz import routing
 from tests.fuzz.activations import ACTIVATIONS, apart, glu_of, joined
-from tests.fuzz.bounds import Array, Near, exact, rounded, sum_unit
-from tests.fuzz.draws import Rng, one_of
-from tests.fuzz.moves import back, move, plan_of, summed
-from tests.fuzz.products import FLOATS, dot, group_sum, outer, spans, swapped, with_bias
-from tests.fuzz.program import Arrays, Program
+from tests.fuzz.products import FLOATS, dot, group_sum, outer, swapped, with_bias
+from tests.moe import draws
+from tests.moe.bounds import Array, Near, exact, rounded, sum_unit
+from tests.moe.case import Arrays, Case
+from tests.moe.draws import Rng, one_of
+from tests.moe.permutation.case import back, move, summed
+from tests.moe.plans.case import plan_of, spans
 
 
-def feed_forward(rng: Rng, path: str) -> Program:
+def feed_forward(rng: Rng, path: str) -> Case:
     small = path == "interpret"
     experts = one_of(rng, (1, 3, 5) if small else (1, 2, 5, 8, 16))
     slots = int(rng.integers(1, min(4, experts) + 1))
@@ -120,7 +122,7 @@ def feed_forward(rng: Rng, path: str) -> Program:
             d_weights = d_weights + of_bias
         return wanted, Near(*(back(a, plan.row_of) for a in (d_weights.value, d_weights.error)))
 
-    return Program("feed_forward", path, call, results, draw, expect, tuple(gradients))
+    return Case("feed_forward", path, call, results, draw, expect, tuple(gradients))
 
 
 OPS = (feed_forward,)

@@ -11,23 +11,24 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tests.fuzz import draws, products, quantizing, scaled
-from tests.fuzz.bounds import exact, matmul, rounded
-from tests.fuzz.draws import Rng
-from tests.fuzz.program import Arrays, Program
+from tests.fuzz import products, quantizing, scaled
+from tests.moe import draws
+from tests.moe.bounds import exact, matmul, rounded
+from tests.moe.case import Arrays, Case
+from tests.moe.draws import Rng
 from triax import moe
 
 _BF16 = np.dtype(jnp.bfloat16)
 
 
-def unaligned_groups(path: str) -> list[Program]:
+def unaligned_groups(path: str) -> list[Case]:
     """A gradient of weights that was wrong unless groups began at multiples of 64 rows:
     https://github.com/marin-community/marin/issues/8339"""
     given = ((40, 104, 56), (8, 32, 160), (64, 128, 8))
     return [products.dense(path, (200, 32, 48, 3), _BF16, given=given)]
 
 
-def one_expert(path: str) -> list[Program]:
+def one_expert(path: str) -> list[Case]:
     """A product in 8 bits that was right for one expert alone. Here all have rows."""
     shape = (96, 64, 48, 4)
     given = ((24, 24, 24, 24), (30, 20, 22, 24))
@@ -37,14 +38,14 @@ def one_expert(path: str) -> list[Program]:
     ]
 
 
-def wide_tiles(path: str) -> list[Program]:
+def wide_tiles(path: str) -> list[Case]:
     """160 columns, for which tiles of 256 were taken, which were wrong on one GPU:
     https://github.com/marin-community/marin/issues/7484"""
     given = ((256, 256), (257, 255))
     return [products.dense(path, (512, 64, 160, 2), _BF16, given=given)]
 
 
-def race(path: str) -> list[Program]:
+def race(path: str) -> list[Case]:
     """A gradient of weights in 8 bits that differed from run to run where an expert had 128 rows
     and a column was all zeros: https://github.com/deepseek-ai/DeepGEMM/issues/365"""
     kinds = ["float8_e4m3fn", "float8_e5m2"]
@@ -53,7 +54,7 @@ def race(path: str) -> list[Program]:
     return [quantizing.outer_of(path, shape, _BF16, kinds, ((256, 128, 128, 256),))]
 
 
-def empty_groups(path: str) -> list[Program]:
+def empty_groups(path: str) -> list[Case]:
     """Gradients that were NaN after an exchange, or a product, with empty groups:
     https://github.com/marin-community/marin/issues/8077 and
     https://github.com/openxla/tokamax/pull/1016"""
@@ -61,13 +62,13 @@ def empty_groups(path: str) -> list[Program]:
     return [product, exchange(path, 1, "padded")]
 
 
-def latency_hiding(path: str) -> list[Program]:
+def latency_hiding(path: str) -> list[Case]:
     """Ragged exchanges whose first backward pass XLA's latency hiding spoilt:
     https://github.com/marin-community/marin/pull/8081"""
     return [exchange(path, len(jax.devices()), "ragged", hiding=True)]
 
 
-KNOWN: tuple[Callable[[str], list[Program]], ...] = (
+KNOWN: tuple[Callable[[str], list[Case]], ...] = (
     unaligned_groups,
     one_expert,
     wide_tiles,
@@ -77,7 +78,7 @@ KNOWN: tuple[Callable[[str], list[Program]], ...] = (
 )
 
 
-def exchange(path: str, devices: int, method: Any, hiding: bool = False) -> Program:
+def exchange(path: str, devices: int, method: Any, hiding: bool = False) -> Case:
     """Tokens to their experts' devices and back; half of the experts get none."""
     experts, tokens, hidden = 2 * devices, 4 * devices, 16
     mesh = Mesh(np.array(jax.devices()[:devices]), ("e",))
@@ -133,10 +134,10 @@ def exchange(path: str, devices: int, method: Any, hiding: bool = False) -> Prog
 
     call, names = "exchanged(x, weights, ids, w)", {"exchanged": exchanged}
     gradients = ("x", "weights", "w")
-    program = Program("exchange", path, call, ("out",), draw, expect, gradients, names)
+    program = Case("exchange", path, call, ("out",), draw, expect, gradients, names)
     if hiding and jax.default_backend() == "gpu":
         options: Any = {"xla_gpu_enable_latency_hiding_scheduler": True}
-        program.jitted = jax.jit(program._run, compiler_options=options)
+        program.jitted = jax.jit(program.everything, compiler_options=options)
     return program
 
 
@@ -153,7 +154,7 @@ def run_all(path: str, cases: int = 8) -> Iterator[tuple[str, str]]:
         )
 
 
-def check(program: Program, cases: int, repeats: int) -> str | None:
+def check(program: Case, cases: int, repeats: int) -> str | None:
     """What is wrong with some cases of a program, each of which runs several times."""
     for case in range(cases):
         arrays = program.inputs(case)

@@ -6,21 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import draws
-from tests.fuzz.bounds import Array, Near, exact, matmul, rounded, sum_unit
-from tests.fuzz.draws import Rng, one_of
-from tests.fuzz.program import Arrays, Program
+from tests.moe import draws
+from tests.moe.bounds import Near, exact, matmul, rounded, sum_unit
+from tests.moe.case import Arrays, Case
+from tests.moe.draws import Rng, one_of
+from tests.moe.plans.case import spans
 
 FLOATS = ("float32", "bfloat16", "bfloat16", "float16")
-
-
-def spans(sizes: Array, num_rows: int, offset: int = 0, count: int | None = None) -> list[slice]:
-    """The rows of each group: negative sizes are empty, and groups end at the last row."""
-    ends = np.minimum(np.cumsum(np.clip(sizes.astype(np.int64), 0, num_rows)), num_rows)
-    starts = np.concatenate([[0], ends[:-1]])
-    which = range(offset, offset + (len(sizes) if count is None else count))
-    there_are = range(len(sizes))
-    return [slice(starts[g], ends[g]) if g in there_are else slice(0, 0) for g in which]
 
 
 def zeros(*shape: int) -> Near:
@@ -80,7 +72,7 @@ def sizes_of(rng: Rng, path: str) -> tuple[int, int, int, int]:
     return int(rng.integers(1, most + 1)), depth, columns, int(rng.integers(1, 9))
 
 
-def plain(rng: Rng, path: str) -> Program:
+def plain(rng: Rng, path: str) -> Case:
     """Arrays, with all gradients."""
     shape = sizes_of(rng, path)
     dtype = np.dtype(one_of(rng, FLOATS))
@@ -102,7 +94,7 @@ def dense(
     others: int | None = None,
     result: Any = None,
     given: tuple[tuple[int, ...], ...] = (),
-) -> Program:
+) -> Case:
     """Of rows, depth, columns and groups; `others` are groups that there are no weights for, and
     `given` the sizes of all groups to choose from, which else are drawn."""
     num_rows, depth, columns, num_groups = sizes
@@ -165,7 +157,7 @@ def dense(
             "d_weights": swapped(d_weights) if transposed else d_weights,
         }
 
-    return Program("ragged_dot", path, f"{call}implementation=how)", ("out",), draw, expect, names)
+    return Case("ragged_dot", path, f"{call}implementation=how)", ("out",), draw, expect, names)
 
 
 def poison(rng: Rng, arrays: Arrays, groups: list[slice], special: bool) -> None:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from tests.forms.forms import FORMS
-from tests.fuzz import activations, feed_forward, moves, products, quantizing, routing, scaled
-from tests.fuzz.draws import Rng
-from tests.fuzz.program import Program
-
-OPS: tuple[Callable[[Rng, str], Program], ...] = (
-    *products.OPS,
-    *scaled.OPS,
-    *moves.OPS,
-    *activations.OPS,
-    *feed_forward.OPS,
-    *routing.OPS,
-    *quantizing.OPS,
-)
+from tests.moe.case import Case
+from tests.moe.cases import RANDOM
 
 
-def program(seed: int, index: int, path: str) -> Program:
+def program(seed: int, index: int, path: str) -> Case:
     """The program with this number. Each op in turn, every second time in a form, each in turn."""
-    turn, op = divmod(index, len(OPS))
-    found = OPS[op](np.random.default_rng([seed, index]), path)
+    turn, op = divmod(index, len(RANDOM))
+    found = RANDOM[op](np.random.default_rng([seed, index]), path)
     found.seed, found.index = seed, index
     if turn % 2:
         forms = _forms(path)

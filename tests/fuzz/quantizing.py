@@ -7,11 +7,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.fuzz import draws
-from tests.fuzz.bounds import Array, Near, matmul, rounded, sum_unit
-from tests.fuzz.draws import Rng, one_of
-from tests.fuzz.products import put, sizes_of, spans, zeros
-from tests.fuzz.program import Arrays, Program
+from tests.fuzz.products import put, sizes_of, zeros
+from tests.moe import draws
+from tests.moe.bounds import Array, Near, matmul, rounded, sum_unit
+from tests.moe.case import Arrays, Case
+from tests.moe.draws import Rng, one_of
+from tests.moe.plans.case import spans
 from triax.moe.products import quantized_outer_api as api
 
 _INTEGERS = {"int8": 127, "int4": 7}
@@ -66,7 +67,7 @@ def quantized(x: Array, kind: str, block: tuple[int, ...], e8m0: bool) -> tuple[
     return values, scales.astype(ml_dtypes.float8_e8m0fnu if e8m0 else _F32)
 
 
-def quantize(rng: Rng, path: str) -> Program:
+def quantize(rng: Rng, path: str) -> Case:
     kind = one_of(rng, ("float8_e4m3fn", "float8_e5m2", "int8", *_PACKED))
     packed = kind in _PACKED
     transposed, e8m0 = (rng.random(2) < (0.5, 0.3)).tolist()
@@ -106,10 +107,10 @@ def quantize(rng: Rng, path: str) -> Program:
             values = codes[..., ::2] + 16 * codes[..., 1::2]
         return {"values": values, "scales": scales}
 
-    return Program("quantize", path, call, ("values", "scales"), draw, expect)
+    return Case("quantize", path, call, ("values", "scales"), draw, expect)
 
 
-def quantized_outer(rng: Rng, path: str) -> Program:
+def quantized_outer(rng: Rng, path: str) -> Case:
     """A gradient of weights in 8 bits."""
     num_rows, left, right, num_groups = sizes_of(rng, path)
     dtype = np.dtype(one_of(rng, ("float32", "bfloat16", "bfloat16")))
@@ -123,7 +124,7 @@ def outer_of(
     dtype: np.dtype[Any],
     kinds: list[str],
     given: tuple[tuple[int, ...], ...] = (),
-) -> Program:
+) -> Case:
     """Of rows, both sides' columns and groups; `given` are sizes of all groups."""
     num_rows, left, right, num_groups = sizes
     call = (
@@ -159,7 +160,7 @@ def outer_of(
         return {"out": rounded(out, dtype)}
 
     names = {"quantized_outer": api.quantized_outer}
-    return Program("quantized_outer", path, call, ("out",), draw, expect, names=names)
+    return Case("quantized_outer", path, call, ("out",), draw, expect, names=names)
 
 
 OPS = (quantize, quantized_outer)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz.bounds import TINY, U32, Array, Near, Some
-from tests.fuzz.draws import Rng, one_of
-from tests.fuzz.program import Arrays, Program
+from tests.moe.bounds import TINY, U32, Array, Near, Some
+from tests.moe.case import Arrays, Case
+from tests.moe.draws import Rng, one_of
 
 
 def order_of(values: Array) -> Array:
@@ -199,7 +199,7 @@ def draw_spec(rng: Rng, experts: int, top_k: int, plain: bool = False) -> Spec:
     return Spec(experts, top_k, score, normalize, scale, groups, not plain and rng.random() < 0.4)
 
 
-def route(rng: Rng, path: str) -> Program:
+def route(rng: Rng, path: str) -> Case:
     experts = one_of(rng, (1, 4, 8, 24) if path == "interpret" else (1, 2, 8, 24, 60, 128, 256))
     top_k = int(rng.integers(1, min(8, experts) + 1))
     tokens = int(rng.integers(1, 30 if path == "interpret" else 150))
@@ -235,7 +235,7 @@ def route(rng: Rng, path: str) -> Program:
             wanted["d_logits"] = Some(d_logits, known)
         return wanted
 
-    return Program("route", path, call, ("weights", "experts"), draw, expect, gradients)
+    return Case("route", path, call, ("weights", "experts"), draw, expect, gradients)
 
 
 OPS = (route,)

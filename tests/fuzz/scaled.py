@@ -7,11 +7,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.fuzz import draws
-from tests.fuzz.bounds import Array, Near, Some, exact, rounded, sum_unit
-from tests.fuzz.draws import Rng, one_of
 from tests.fuzz.products import dot, group_sum, sizes_of, spans, swapped, with_bias
-from tests.fuzz.program import Arrays, Program
+from tests.moe import draws
+from tests.moe.bounds import Array, Near, Some, exact, rounded, sum_unit
+from tests.moe.case import Arrays, Case
+from tests.moe.draws import Rng, one_of
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _EIGHT = ("float8_e4m3fn", "float8_e5m2")
@@ -47,7 +47,7 @@ def spread(scales: Array, shape: tuple[int, ...], block: tuple[int, ...]) -> Arr
     return scales.astype(np.float64)
 
 
-def scaled(rng: Rng, path: str) -> Program:
+def scaled(rng: Rng, path: str) -> Case:
     """A `ScaledArray` of weights, and rows that are one too, or floats, with their gradient."""
     num_rows, depth, columns, num_groups = sizes_of(rng, path)
     kind = one_of(rng, (*_EIGHT, "int8", *_PACKED))
@@ -96,7 +96,7 @@ def scaled_of(
     wide_result: bool = False,
     tiled: bool = False,
     given: tuple[tuple[int, ...], ...] = (),
-) -> Program:
+) -> Case:
     """Weights of a kind, with scales for each block of depth and columns; `dtype` is of rows that
     have no kind."""
     num_rows, depth, columns, num_groups = sizes
@@ -175,10 +175,10 @@ def scaled_of(
         return wanted
 
     of = f"ragged_dot of {kind}" + (" and 8 bits" if both else "")
-    return Program(of, path, call, ("out",), draw, expect, gradients)
+    return Case(of, path, call, ("out",), draw, expect, gradients)
 
 
-def of_small_floats(rng: Rng, path: str) -> Program:
+def of_small_floats(rng: Rng, path: str) -> Case:
     """Arrays of 8 bits without scales; integers are exact, and multiplied by plain JAX alone."""
     num_rows, depth, columns, num_groups = sizes_of(rng, path)
     kinds = [one_of(rng, _EIGHT), one_of(rng, _EIGHT)]
@@ -207,7 +207,7 @@ def of_small_floats(rng: Rng, path: str) -> Program:
         out = dot(exact(arrays["rows"]), weights, groups, u, 128)
         return {"out": out.value.astype(np.int32) if result == np.int32 else rounded(out, result)}
 
-    return Program("ragged_dot of 8 bits", path, call, ("out",), draw, expect)
+    return Case("ragged_dot of 8 bits", path, call, ("out",), draw, expect)
 
 
 OPS = (scaled, of_small_floats)

@@ -17,7 +17,7 @@ from triax.testing import assert_close, assert_same_bits, poison
 pytestmark = pytest.mark.gpu
 
 FIELDS = ("row_of", "expert_of", "group_sizes", "group_counts", "group_filled", "num_dropped")
-# Tokens, slots, experts, hidden: the models of today, and what is odd.
+# Tokens, slots, experts, hidden: the models of today.
 MODELS = {
     "Mixtral 8x7B": (8192, 2, 8, 4096),
     "DeepSeek-V3": (16384, 8, 256, 7168),
@@ -26,7 +26,6 @@ MODELS = {
     "Llama-4 Maverick": (8192, 1, 128, 5120),
     "decoding": (128, 8, 128, 4096),
 }
-ODD = [(1, 1, 1, 1), (17, 3, 5, 67), (1025, 2, 384, 33), (300, 6, 8, 9001)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -107,7 +106,7 @@ def errors(actual, expected):
     return jax.tree.map(error, actual, expected)
 
 
-def check_against_plain_jax(case, dtype):
+def check_against_plain_jax(case):
     """All rows, in some of their columns; products over all columns for some tokens."""
     poison(sum(leaf.nbytes for leaf in jax.tree.leaves(case)) * 2)
     actual = everything(*case)
@@ -124,8 +123,7 @@ def check_against_plain_jax(case, dtype):
     jax.tree.map(assert_same_bits, found.pop("permuted"), expected.pop("permuted"))
     assert_same_bits(d_w, e_w)
     worst = errors((found, d_x, d_s), (expected, e_x, e_s))
-    limit = {"float32": 2e-5, "bfloat16": 1e-2, "float8_e4m3fn": 0.13}[dtype]
-    assert all(float(error) <= limit for error in jax.tree.leaves(worst)), worst
+    assert all(float(error) <= 1e-2 for error in jax.tree.leaves(worst)), worst
     _, _, _, plan, rows, _, d_tokens = case
     tokens = rng.integers(0, len(d_tokens), 100)
     row_of = np.asarray(plan.row_of)[tokens]
@@ -136,38 +134,6 @@ def check_against_plain_jax(case, dtype):
     )
     found = np.asarray(d_weights)[tokens]
     assert_close(found, np.where(row_of < 0, 0, sums), terms=width)
-
-
-@pytest.mark.parametrize("shape", ODD, ids=str)
-@pytest.mark.parametrize("routing", ["any", "one", "wild"])
-def test_equals_definition(shape, routing):
-    num_tokens, top_k, num_experts, width = shape
-    rng = np.random.default_rng(1)
-    ids = oracle.draw_ids(rng, num_tokens, top_k, num_experts, routing)
-    for sizes in ((("align_size", 16),), (("capacity", 40), ("num_rows", 700))):
-        plan = plan_of(ids, num_experts, sizes)
-        options = dict(sizes)
-        expected = oracle.plan(
-            ids,
-            num_experts,
-            plan.num_rows,
-            options.get("capacity"),
-            options.get("align_size", 1),
-        )
-        for name in FIELDS:
-            np.testing.assert_array_equal(getattr(plan, name), getattr(expected, name), name)
-    case = draw_case(plan, width, "float32")
-    poison(64 << 20)
-    out = everything(*case)
-    x, weights, scales, _, rows, d_permuted, d_tokens = jax.tree.map(np.asarray, case)
-    row_of = expected.row_of
-    assert_same_bits(out["permuted"].rows, oracle.permute(x, row_of, plan.num_rows))
-    assert_same_bits(out["permuted"].scales, oracle.permute(scales, row_of, plan.num_rows))
-    assert_close(out["d_permute"][0], oracle.unpermute(d_permuted.rows, row_of), terms=top_k)
-    assert_close(out["weighted"], oracle.unpermute(rows, row_of, weights), terms=top_k)
-    d_rows, d_weights = oracle.unpermute_gradients(rows, row_of, weights, d_tokens)
-    assert_close(out["d_weighted"][0], d_rows)
-    assert_close(out["d_weighted"][1], d_weights, terms=width)
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS.keys())
@@ -182,24 +148,7 @@ def test_model_shapes(shape, routing):
     expected = on_cpu(plan_of, ids, **how)
     for name in FIELDS:
         assert_same_bits(getattr(plan, name), getattr(expected, name), name)
-    check_against_plain_jax(draw_case(plan, width, "bfloat16"), "bfloat16")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
-def test_dtypes(dtype):
-    ids = oracle.draw_ids(np.random.default_rng(3), 1000, 4, 32, "wild")
-    plan = plan_of(ids, 32, (("align_size", 128),))
-    check_against_plain_jax(draw_case(plan, 1536, dtype), dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
-def test_moves_keep_every_bit(dtype):
-    rng = np.random.default_rng(4)
-    plan = plan_of(oracle.draw_ids(rng, 501, 4, 32, "wild"), 32, (("align_size", 8),))
-    x = oracle.random_bits(rng, (501, 515), jnp.dtype(dtype))
-    poison(64 << 20)
-    rows = jax.jit(moe.permute)(x, plan)
-    assert_same_bits(rows, oracle.permute(x, np.asarray(plan.row_of), plan.num_rows))
+    check_against_plain_jax(draw_case(plan, width, "bfloat16"))
 
 
 def test_mask():
@@ -222,24 +171,6 @@ def test_masks_under_deterministic_ops(top_k):
     expected = on_cpu(functools.partial(moe.make_plan_from_mask, top_k=top_k), mask)
     for name in FIELDS:
         assert_same_bits(getattr(actual, name), getattr(expected, name), name)
-
-
-def test_corrupted_plans_stay_inside():
-    """Rows that do not exist are dropped; a stray write would break the program or a neighbour."""
-    rng = np.random.default_rng(6)
-    plan = plan_of(oracle.draw_ids(rng, 999, 4, 32, "any"), 32, (("align_size", 8),))
-    row_of = np.array(plan.row_of)
-    wild = rng.random(row_of.shape) < 0.3
-    row_of[wild] = rng.choice([2**31 - 1, -(2**31), plan.num_rows, 10**9], int(wild.sum()))
-    plan = type(plan)(**{**vars(plan), "row_of": jnp.array(row_of)})
-    case = draw_case(plan, 640, "float32")
-    out = everything(*case)
-    row_of = np.where((row_of < 0) | (row_of >= plan.num_rows), -1, row_of)
-    weights, rows = np.asarray(case[1]), np.asarray(case[4])
-    assert_close(out["weighted"], oracle.unpermute(rows, row_of, weights), terms=4)
-    sizes = jnp.array(rng.choice([2**31 - 1, -(2**31), -1, 0, 50], 32).astype(np.int32))
-    plan = type(plan)(**{**vars(plan), "group_sizes": sizes, "group_filled": sizes[::-1]})
-    jax.block_until_ready(everything(*case[:3], plan, *case[4:]))
 
 
 @pytest.mark.xdist_group("large")

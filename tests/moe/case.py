@@ -1,4 +1,8 @@
-"""A program: one op with its options and shapes, compiled once and run on many random inputs."""
+"""A case: a call of an op, how to draw its arrays, and what its results and gradients must be.
+
+What a fixed test runs under a name, and the fuzzer draws at random, is the same value: it is
+compiled once and run on many inputs.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +17,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.forms.forms import FORMS
-from tests.fuzz.bounds import Array, fault
-from tests.fuzz.draws import Rng
+from tests.moe.bounds import Array, fault
+from tests.moe.draws import Rng
 from triax import moe, testing
 
 Arrays = dict[str, Array]
 
 
+def widths(arrays: Arrays) -> Any:
+    """A context in which JAX keeps what is 64 bits wide."""
+    return jax.enable_x64(any(array.dtype.itemsize == 8 for array in arrays.values()))
+
+
 @dataclasses.dataclass
-class Program:
+class Case:
     """An op's call as Python source, and what its results and gradients must be.
 
     Attributes:
-      op: the name that its cases are counted under.
+      op: the name that it is counted under.
       path: "triton", "xla" or "interpret"; `how` in the source.
       call: an expression of the arrays' names; its leaves are `results`, in order.
-      draw: one case's arrays. The cotangent of a result is the array "g_" and its name.
+      draw: the arrays of a run. The cotangent of a result is the array "g_" and its name.
       expect: the results and gradients ("d_" and the array's name) that there must be, given the
         arrays and what was found.
       gradients: the arrays to differentiate by.
       names: what the source needs beside `moe`, `jnp` and `how`.
-      form: of `tests.forms`, that all cases of a batch go through together; "" is `jit` alone.
+      is_checked: whether kernels must be free of races in the interpreter.
+      is_derivative: whether its gradients are derivatives: not those of inputs that are wrong.
+      form: of `tests.forms`, that all runs of a batch go through together; "" is `jit` alone.
       seed, index: what it was drawn from.
     """
 
@@ -45,30 +56,33 @@ class Program:
     expect: Callable[[Arrays, Arrays], dict[str, Any]]
     gradients: tuple[str, ...] = ()
     names: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_checked: bool = True
+    is_derivative: bool = True
     form: str = ""
     seed: int = 0
     index: int = 0
 
     def __post_init__(self) -> None:
         self._code = compile(self.call, "<fuzz>", "eval")
-        self.jitted = jax.jit(self._run)
+        self.jitted = jax.jit(self.everything)
 
     def inputs(self, case: int) -> Arrays:
         """The arrays of a case."""
         return self.draw(np.random.default_rng([self.seed, self.index, case]))
 
-    def _run(self, arrays: Any) -> dict[str, Any]:
+    def forward(self, arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The results that have cotangents, and the others."""
         names = {"moe": moe, "jnp": jnp, "how": self.path, **self.names}
-        found: dict[str, Any] = {}
+        leaves = jax.tree.leaves(eval(self._code, names | arrays))
+        named = dict(zip(self.results, leaves, strict=True))
+        pulled = {name: named.pop(name) for name in self.results if f"g_{name}" in arrays}
+        return pulled, named
 
-        def forward(moving: Any) -> Any:
-            leaves = jax.tree.leaves(eval(self._code, names | arrays | moving))
-            named = dict(zip(self.results, leaves, strict=True))
-            pulled = {name: named.pop(name) for name in self.results if f"g_{name}" in arrays}
-            return pulled, named
-
+    def everything(self, arrays: Any) -> dict[str, Any]:
         if not self.gradients:
-            return dict(zip(("pulled", "rest"), forward({}), strict=True))
+            return dict(zip(("pulled", "rest"), self.forward(arrays), strict=True))
+        found: dict[str, Any] = {}
+        forward = lambda moving: self.forward(arrays | moving)
         moving = {name: jnp.asarray(arrays[name]) for name in self.gradients}
         found["pulled"], pull, found["rest"] = jax.vjp(forward, moving, has_aux=True)
         (pulled,) = pull({name: jnp.asarray(arrays[f"g_{name}"]) for name in found["pulled"]})
@@ -77,8 +91,8 @@ class Program:
 
     def run(self, batch: Sequence[Arrays]) -> list[Arrays]:
         """The results of each case. All are on their way before the first is waited for."""
-        checked = testing.checked if self.path == "interpret" else contextlib.nullcontext
-        with checked():
+        is_checked = self.is_checked and self.path == "interpret"
+        with testing.checked() if is_checked else contextlib.nullcontext(), widths(batch[0]):
             running = self._formed(batch) if self.form else [self.jitted(each) for each in batch]
             return [
                 {n: a for part in found.values() for n, a in part.items()}
@@ -88,7 +102,7 @@ class Program:
     def _formed(self, batch: Sequence[Arrays]) -> list[Any]:
         names = [*batch[0]]
         stacked = tuple(jnp.asarray(np.stack([case[name] for case in batch])) for name in names)
-        function = lambda arrays: self._run(dict(zip(names, arrays, strict=True)))
+        function = lambda arrays: self.everything(dict(zip(names, arrays, strict=True)))
         found = jax.device_get(FORMS[self.form].run(function, stacked))
         return [jax.tree.map(lambda of: of[i], found) for i in range(len(batch))]  # noqa: B023
 

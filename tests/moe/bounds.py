@@ -32,10 +32,10 @@ def unit(dtype: Any) -> float:
 
 @functools.cache
 def _lost(dtype: Any) -> float:
-    """The most that is lost to underflow in one rounding: GPUs and CPUs keep float16's subnormals
-    when they round to it, but may flush float32's."""
+    """The most that is lost to underflow in one rounding: GPUs and CPUs keep the subnormals of
+    float16 and of 8 bits when they round to them, but may flush float32's."""
     info = ml_dtypes.finfo(np.dtype(dtype))
-    return float(info.smallest_subnormal) if np.dtype(dtype) == np.float16 else TINY
+    return float(info.smallest_subnormal) if float(info.smallest_normal) > TINY else TINY
 
 
 def gamma(n: int, u: float) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz.bounds import Array
+from tests.moe.bounds import Array
 
 Rng = np.random.Generator
 
@@ -61,8 +61,10 @@ def ids(rng: Rng, num_tokens: int, top_k: int, num_experts: int, dtype: Any = np
         info = np.iinfo(dtype)
         wild = [info.min, info.max] + [n for n in (-1, num_experts) if info.min <= n <= info.max]
         found = np.where(rng.random(shape) < 0.3, rng.choice(wild, shape), found)
-    elif kind == 2:
+    elif kind == 2 and num_tokens:
         found[rng.random(num_tokens) < 0.5] = found[0]
+    elif kind == 3 and rng.random() < 0.3:
+        found[...] = np.iinfo(dtype).max  # none is routed
     return found.astype(dtype)
 
 
@@ -87,6 +89,15 @@ def values(rng: Rng, shape: Any, dtype: Any, kind: str = "normal") -> Array:
         powers = _FLOAT16_POWERS if dtype == np.float16 else _POWERS
         found = np.ldexp(found, powers[kind])
     return np.asarray(found.astype(dtype))
+
+
+def bits(rng: Rng, shape: Any, dtype: Any) -> Array:
+    """Every bit pattern of a dtype, NaNs with payloads included."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    data = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    return data.view(dtype).reshape(shape)
 
 
 def plant(rng: Rng, array: Array, at: Any) -> None:

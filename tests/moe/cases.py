@@ -1,0 +1,27 @@
+"""All cases of all ops: those with names, and what draws them at random. This is the one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.fuzz import activations, feed_forward, products, quantizing, routing, scaled
+from tests.moe.case import Case
+from tests.moe.chunk_sort import case as chunk_sort
+from tests.moe.draws import Rng
+from tests.moe.permutation import case as permutation
+from tests.moe.plans import case as plans
+
+NAMED: dict[str, Callable[[str], Case]] = {**permutation.NAMED, **chunk_sort.NAMED}
+# For a GPU: the interpreter would take too long.
+LARGE: dict[str, Callable[[str], Case]] = {**permutation.LARGE, **chunk_sort.LARGE}
+RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
+    *products.OPS,
+    *scaled.OPS,
+    *plans.RANDOM,
+    *permutation.RANDOM,
+    *chunk_sort.RANDOM,
+    *activations.OPS,
+    *feed_forward.OPS,
+    *routing.OPS,
+    *quantizing.OPS,
+)
