@@ -698,7 +698,8 @@ def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
     frozen = dataclasses.replace(DEVICE, measurable=False)
     monkeypatch.setattr("triax.devices.for_tuning", lambda *_: frozen)
     assert explain().source == "user store"
-    assert explain(x=np.zeros(8, np.float32)).source == "first config (mode auto)"
+    assert explain(x=np.zeros(8, np.float32)).source == "nearest known config (user store)"
+    assert explain(x=np.zeros(8, np.float16)).source == "nearest known config (user store)"
 
 
 def test_where_nothing_is_measured_slow_configs_come_last(measurer, monkeypatch):

@@ -75,3 +75,21 @@ def test_the_nearest_counts():
     assert misses.find(KEY, sizes).text == (
         "known for bytes moved: 131072, 262144, 524288, …, this is 4096 (user store)"
     )
+
+
+def test_nearest_of_the_card():
+    """Another Triton's before another source's; another card's are no guess."""
+    places = [
+        known(place="far", source="1" * 20, triton="3.6.0"),
+        known(place="source", source="1" * 20),
+        known(place="card", gpu="Other"),
+        known(place="architecture", compute_capability=80),
+        known(place="triton", triton="3.6.0"),
+        (record(1), "another kernel"),
+    ]
+    near = misses.nearest(KEY, places)
+    assert [one.place for one in near] == ["triton", "card", "architecture", "source", "far"]
+    assert [one.place for one in misses.of_the_card(KEY, near)] == ["triton", "source", "far"]
+    unnamed = dataclasses.replace(KEY, gpu="")
+    near = misses.of_the_card(unnamed, misses.nearest(unnamed, places))
+    assert {one.place for one in near} == {"triton", "source", "far", "card"}

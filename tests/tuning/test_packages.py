@@ -160,8 +160,9 @@ def test_a_shipped_config_is_chosen(install, measurer):
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("place", ["package norms", "store", "user store"])
 def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, caplog, place):
-    """They are not used, and every message says why."""
+    """They are used where nothing is measured, else measured anew; every message says why."""
     x = np.zeros(1003, np.float32)
+    measurer.times = lambda label: 0.5 if "BLOCK=256" in label else 1.0
     explain = lambda: triax.explain(lambda x: blockwise(kernels.autotuned_add_kernel, x, x), x)
     explain()
     (kept,) = [found for _, found in store.user_store().records()]
@@ -178,8 +179,11 @@ def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, cap
     with triax.tuning_mode("strict"), pytest.raises(TuningError, match=re.escape(f"is {known}.")):
         explain()
     with triax.tuning_mode("cached"):
-        explain()
-    assert f"; using the first config that compiles: [{kept.config}]. One is {known}" in caplog.text
+        (call,) = explain()
+    assert "BLOCK=256" in kept.config
+    assert call.config[0].startswith("BLOCK=256, ")
+    assert call.source == f"nearest known config ({where})"
+    assert f"; using [{kept.config}], the best of the nearest record, {known}" in caplog.text
     caplog.clear()
     (call,) = explain()
     assert call.source == "measured now"

@@ -49,30 +49,34 @@ def test_records_of_the_gpu_it_names_are_found(tuned, monkeypatch, mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest", "about"),
+    ("name", "config", "used", "nearest", "about"),
     [
         (
-            "",
+            "",  # any of its architecture is a better guess than none
+            "BLOCK=256",
+            "the best of the nearest record, known",
             "this is a GPU without a name (user store)",
             " If that GPU is not here, set TRIAX_GPU to its name.",
         ),
         (
             "Imaginary",
+            "BLOCK=64",
+            "One is known",
             "this is Imaginary (user store)",
             " The GPU is 'Imaginary'.",
         ),
     ],
 )
-def test_without_it_or_misspelt(tuned, monkeypatch, caplog, name, nearest, about):
-    nearest = f"One is known for {DEVICE.name}, {nearest}"
+def test_without_it_or_misspelt(tuned, monkeypatch, caplog, name, config, used, nearest, about):
+    nearest = f" known for {DEVICE.name}, {nearest}"
     monkeypatch.setenv("TRIAX_GPU", name)
-    assert 'triax.config = "BLOCK=64, ' in export()
-    assert nearest in caplog.text
+    assert f'triax.config = "{config}, ' in export()
+    assert used + nearest.removeprefix(" known") in caplog.text
     assert about in caplog.text
     monkeypatch.setenv("TRIAX_AUTOTUNE", "strict")
     with pytest.raises(TuningError) as caught:
         export()
-    assert nearest in str(caught.value)
+    assert "One is" + nearest in str(caught.value)
     assert str(caught.value).endswith(about)
 
 

@@ -1,9 +1,10 @@
-"""Says why no known config of a kernel serves a call: how the keys of the nearest ones differ."""
+"""The known configs of a kernel that are nearest to a call that none serves, and what differs."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from triax.messages import short
 from triax.tuning.key import SIZE_FACTOR, Key
@@ -45,25 +46,63 @@ class Miss:
     text: str = ""
 
 
+class Near(NamedTuple):
+    """A known record, the name of its store, and the fields in which its key differs."""
+
+    fields: tuple[str, ...]
+    record: Record
+    place: str
+
+
+def nearest(key: Key, known: Iterable[tuple[Record, str]]) -> list[Near]:
+    """Returns the `known` records of a key's kernel that have another key, the nearest first.
+
+    The records come with the names of their stores.
+    """
+    near = [Near(_differing(key, record.key), record, place) for record, place in known]
+    near = [one for one in near if one.fields and one.record.key.kernel == key.kernel]
+    order = [*_SAID].index
+
+    def distance(one: Near) -> tuple[int, list[int], float]:
+        ratio = key.ratio(one.record.key.moved_bytes)
+        return len(one.fields), [*map(order, one.fields)], ratio
+
+    return sorted(near, key=distance)
+
+
+def of_the_card(key: Key, near: Iterable[Near]) -> list[Near]:
+    """Returns those that were measured on a key's GPU, or, if it names none, on its architecture.
+
+    What was best there is a better guess than the first config, whatever else differs.
+    """
+    card = key.compute_capability
+    return [
+        one
+        for one in near
+        if one.record.key.compute_capability == card and key.gpu in ("", one.record.key.gpu)
+    ]
+
+
 def find(key: Key, known: Iterable[tuple[Record, str]]) -> Miss:
     """Compares a key with the nearest `known` records, which come with the names of their stores.
 
     The text is such as "known for Triton 3.6.0, this is 3.9.0 (package norms)", or "" if the kernel
     has no configs.
     """
-    near = [(_differing(key, r.key), r.key, place) for r, place in known]
-    near = [one for one in near if one[0] and one[1].kernel == key.kernel]
+    return described(key, nearest(key, known))
+
+
+def described(key: Key, near: Sequence[Near]) -> Miss:
+    """Says what differs in the first of some records, and in those that differ alike."""
     if not near:
         return Miss()
-    order = [*_SAID].index
-    near.sort(key=lambda one: (len(one[0]), [*map(order, one[0])], key.ratio(one[1].moved_bytes)))
-    fields, nearest, _ = near[0]
-    alike = [(other, place) for differing, other, place in near if differing == fields]
+    fields, first = near[0].fields, near[0].record.key
+    alike = [(one.record.key, one.place) for one in near if one.fields == fields]
     texts = []
     for name in fields:
         before, value = _SAID[name]
         theirs = _listed(_quoted(value(other, key)) for other, _ in alike)
-        ours = _quoted(value(key, nearest))
+        ours = _quoted(value(key, first))
         texts.append(before + theirs + (f", this is {ours}" if ours else ""))
     where = _listed(place for _, place in alike)
     return Miss(fields, f"known for {'; '.join(texts)} ({where})")

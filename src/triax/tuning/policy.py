@@ -71,7 +71,8 @@ _resolved: dict[str, Decision] = {}  # by the key's name
 _measured: dict[str, list[Decision]] = {}  # by the key's family
 _unmeasurable: dict[str, Fallback] = {}  # by the key's name, so that measuring is tried once
 _noted: dict[str, Decision] = {}
-_misses: dict[str, misses.Miss] = {}  # by the key's name, because a look-up reads many files
+_near: dict[str, list[misses.Near]] = {}  # by the key's name: a look-up reads many files
+_reported: set[str] = set()  # kernels whose fallback was logged
 listeners: list[Callable[[Record], None]] = []
 """Functions called with every record that a call's config comes from."""
 
@@ -88,7 +89,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 def forget() -> None:
     """Forgets the decisions of this process. Stores are not touched."""
     with _lock:
-        for memory in (_resolved, _measured, _unmeasurable, _noted, _misses):
+        for memory in (_resolved, _measured, _unmeasurable, _noted, _near, _reported):
             memory.clear()
 
 
@@ -175,23 +176,44 @@ def _chosen(request: Request, decision: Decision) -> Choice:
 
 
 def _fall_back(request: Request, fallback: Fallback) -> Choice:
-    """Picks the first config that compiles; failed ones are left out, doubtful ones come last."""
-    call, name = request.call, request.key.name
+    """Picks a config that compiles; failed ones are left out, doubtful ones come last.
+
+    Those that were the best in the nearest known records of the same GPU come first.
+    """
+    call, key = request.call, request.key
+    near = misses.of_the_card(key, _nearest_records(request))
+    best = [one.record.config for one in near]
     left = [s for s in request.stand_ins if label(s) not in fallback.failed]
-    left.sort(key=lambda launch: label(launch) in fallback.doubtful)
+
+    def order(launch: Launch) -> tuple[bool, int]:
+        config = label(launch)
+        return config in fallback.doubtful, best.index(config) if config in best else len(best)
+
+    left.sort(key=order)
     config = label(request.that_compile([[launch] for launch in left])[0])
-    _warn(
-        f"kernel {call.display_name} ({name}): no tuned config is known and none is measured: "
-        f"{fallback.reason}; using the first config that compiles: [{config}]"
-        + (f". One is {known}" if (known := _miss(request).text) else "")
+    chosen = [one for one in near if one.record.config == config]
+    known = misses.described(key, chosen or _nearest_records(request)).text
+    if chosen:
+        source = f"nearest known config ({chosen[0].place})"
+        using = f"using [{config}], the best of the nearest record, {known}"
+    else:
+        source = _first_config(call.tuning)
+        using = f"using the first config that compiles: [{config}]"
+        using += f". One is {known}" if known else ""
+    # Once for each kernel: a program may call it with many sizes.
+    log = logger.info if call.display_name in _reported else logger.warning
+    _reported.add(call.display_name)
+    log(
+        "kernel %s (%s): no tuned config is known and none is measured: %s; %s",
+        *(call.display_name, key.name, fallback.reason, using),
     )
     _warn(
         f"tune on the GPU that the program will run on, with {HOW_TO_TUNE}."
         + _about_gpu(request.device)
     )
-    agreed = _agreed(request, Decision(config, _first_config(call.tuning)))
+    agreed = _agreed(request, Decision(config, source))
     if agree.is_job():  # the config is published, so this process must keep it
-        _resolved[name] = agreed
+        _resolved[key.name] = agreed
     return _chosen(request, agreed)
 
 
@@ -294,12 +316,17 @@ def _about_gpu(device: Device | None) -> str:
 
 def _miss(request: Request) -> misses.Miss:
     """Says why none of the kernel's known configs serves the request."""
+    return misses.described(request.key, _nearest_records(request))
+
+
+def _nearest_records(request: Request) -> list[misses.Near]:
+    """The kernel's known records, none of which serves the request."""
     key, own = request.key, [d for decisions in _measured.values() for d in decisions]
-    if key.name not in _misses:
+    if key.name not in _near:
         known = [(d.record, d.source) for d in own if d.record is not None]
         known += store.known(key.kernel)
-        _misses[key.name] = misses.find(key, known)
-    return _misses[key.name]
+        _near[key.name] = misses.nearest(key, known)
+    return _near[key.name]
 
 
 @functools.cache  # each text once, however often a kernel is traced
