@@ -58,7 +58,8 @@ def _quantized(
 ):
     """Quantizes numbers to the dtype of `out_ptr`; with SPECIAL some numbers may not be finite.
 
-    Callers branch once between two loops, because SPECIAL takes twice the instructions.
+    SPECIAL takes twice the instructions, so callers have a loop with it, a loop without it, and one
+    branch around both.
     """
     x = x.to(tl.float32)
     q = x * inverse
@@ -342,7 +343,11 @@ def _largest_of_columns(
 
 @triton.jit
 def _load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width):
-    """Loads rows before `end`, by `source_ptr` if given: the index of each among `num_source`."""
+    """Loads rows before `end`; zeros past it.
+
+    With `source_ptr`, row i is the row of `x_ptr` that `source_ptr` has for i, or zeros if that is
+    not among `num_source` rows.
+    """
     inside = rows < end
     if source_ptr is not None:
         rows = tl.load(source_ptr + rows, mask=inside, other=-1)

@@ -28,10 +28,10 @@ TILED = {
 }
 """The dtypes of numbers that may be in tiles."""
 
-# Where a tile's words have the bits of the first number of each of their four pairs, from the
-# lowest bit on. The second number of a pair is 16 bits further, modulo 32. For a bfloat16 of e2m1
-# the first pair needs a mask, the next two a rotation and a mask, the last a mask, a product and a
-# mask.
+# A word of a tile has four pairs of 4-bit numbers. For each pair: the places in the word of the
+# first number's bits, lowest bit first. The second number's are 16 bits further, modulo 32. From
+# these places widening is cheap: of e2m1 the first pair becomes bfloat16 by a mask, the next two by
+# a rotation and a mask, the last by a mask, a product and a mask.
 _BITS = {
     "int4": ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)),
     "float4_e2m1fn": ((6, 7, 8, 15), (9, 10, 11, 18), (12, 13, 14, 21), (4, 0, 1, 3)),
@@ -77,16 +77,17 @@ def words_of_tile(packed: str | None) -> int:
 def tile(values: Any, packed: str) -> Any:
     """Reorders numbers [..., columns, depth] to words of tiles, int32 [..., 64s, 64s, words].
 
-    A tile has 64 columns and 64 of their depth, in the order in which the threads of tensor cores
-    hold a left operand: four warps, each with 8 rows of 4 threads. Of each 32 of the depth a thread
-    has 8 neighbours, of two columns 8 apart.
+    A tile has 64 columns and 64 of their depth, in the order in which the threads of four warps
+    hold a left operand of tensor cores. A warp has 16 of the columns, and its threads stand in 8
+    rows of 4. A thread in row r has columns r and r + 8. Of each 32 of the depth, thread t of a row
+    has the 8 neighbours from 8 t on.
 
     In 8 bits a word has two neighbours of both columns, the first column's in its bytes 0 and 2. A
-    warp's words of the first 32 precede those of the second; a thread has four at a time. In 4
-    bits, from bytes [..., columns, depth / 2], a word has two neighbours at two places, and a
-    thread's four words are of both 32.
+    warp has all its words of the first 32 before those of the second, four for each thread. In 4
+    bits `values` are bytes [..., columns, depth / 2]. A word has four neighbours of both columns,
+    and a thread's four words are next to each other, two for each 32.
 
-    Both sizes are multiples of 64. NumPy arrays stay on the host.
+    Columns and depth are multiples of 64. NumPy arrays stay on the host.
     """
     n = values.ndim - 2
     num_words, order = _of_threads(packed)
@@ -108,10 +109,11 @@ def tile(values: Any, packed: str) -> Any:
 
 
 def _of_threads(packed: str) -> tuple[int, tuple[int, ...]]:
-    """Returns a thread's words of each 32 of the depth, and the order of a tile's dimensions.
+    """Returns how many words a thread has of each 32 of the depth, and the order of dimensions.
 
-    These are, as stored: tiles, warps, two columns, rows of threads; tiles, 32s, threads, words,
-    and what a word has of the depth.
+    The order is a permutation of the dimensions of untiled weights. Columns are split into tiles,
+    warps, a thread's two columns, and rows of threads; the depth into tiles, 32s, threads, words,
+    and what a word has of it.
     """
     if packed in _BITS:
         return 2, (0, 4, 1, 3, 6, 5, 7, 8, 2)
@@ -153,7 +155,8 @@ def untile(words: Any, packed: str) -> Any:
 def tile_scales(scales: Any) -> Any:
     """Reorders scales or zeros [..., columns, parts] to [..., 64s of columns, 64 · parts].
 
-    A part's 64 are in the order of threads: the columns of each of `tile`'s 8 rows of threads.
+    The 64 of a part are in the order of threads: first all columns of the first row of threads (0,
+    8, 16, …), then those of the second.
     """
     n = scales.ndim - 2
     scales = _split(scales, n, (-1, 8, 8))

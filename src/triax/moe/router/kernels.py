@@ -174,8 +174,11 @@ def _softmax_parts(logits, shift):
 
 @triton.jit
 def _normalized(taken, known, SCORE: tl.constexpr):
-    """Returns the chosen scores divided by their sum, and a multiple of it (for "none" the sum).
-    Other scores take a softmax of their logarithms, so that small scores do not underflow."""
+    """Returns the chosen scores divided by their sum, and for "none" the sum.
+
+    Other scores are divided as a softmax of their logarithms, so that small scores do not
+    underflow. The second result is then the softmax's sum, a multiple of the scores' sum.
+    """
     if SCORE == "none":
         taken = tl.where(known, _score(taken, SCORE), 0.0)
         total = tl.sum(taken, 1)

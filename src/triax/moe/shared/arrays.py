@@ -58,7 +58,10 @@ def from_words(moved: jax.Array | None, original: jax.Array | None) -> Any:
 
 
 def absent(**outputs: object) -> dict[str, Any]:
-    """Maps each output parameter of a kernel whose input is None to None."""
+    """Returns the arguments of a kernel for outputs that it lacks: None for each None given.
+
+    The keywords are output parameters, each with the input that it needs.
+    """
     return {name: None for name, source in outputs.items() if source is None}
 
 

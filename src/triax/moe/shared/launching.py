@@ -10,8 +10,8 @@ from triax.call import triton_call
 def launch(kernel: Any, *operands: Any, config: Any = (), **arguments: Any) -> Any:
     """Calls `triton_call`, under the kernel's name without `_` and `_kernel`.
 
-    Attributes of `config`, an object or a tuple of objects, are the kernel's constexprs, in lower
-    case, and its `num_warps` and `num_stages`. `arguments` take precedence.
+    `config`, an object or a tuple of objects, has attributes for the kernel's constexprs, in lower
+    case, and for `num_warps` and `num_stages`. `arguments` take precedence.
     """
     names = {name: name.lower() for name in kernel.arg_names if name.isupper()}
     names |= {"num_warps": "num_warps", "num_stages": "num_stages"}
