@@ -445,6 +445,10 @@ def test_no_gpu_and_no_architecture(monkeypatch):
         ArgumentValueError, match=r"Set TRIAX_CUDA_ARCH.*you can pass `compute_capability`"
     ):
         jax.jit(lambda: add()).trace().lower(lowering_platforms=("cuda",))
+    monkeypatch.setattr("triax.devices.versions.cuda_plugin", lambda: None)
+    plugin = rf"and run `pip install --no-deps jax-cuda13-plugin=={jax.__version__}`; for a kernel"
+    with pytest.raises(ArgumentValueError, match=rf"Set TRIAX_CUDA_ARCH .* {plugin}"):
+        jax.jit(lambda: add()).trace().lower(lowering_platforms=("cuda",))
 
 
 @triton.jit

@@ -135,6 +135,12 @@ def test_names_are_pinned(module):
     assert sorted(importlib.import_module(module).__all__) == PUBLIC[module]
 
 
+@pytest.mark.parametrize("module", ["triax", "triax.moe"])
+def test_dir_shows_the_public_names(module):
+    names = [name for name in dir(importlib.import_module(module)) if not name.startswith("_")]
+    assert names == sorted(name for name in PUBLIC[module] if not name.startswith("_"))
+
+
 @pytest.mark.parametrize(
     ("module", "name"), [(m, n) for m, names in PUBLIC.items() for n in names if n[0] != "_"]
 )

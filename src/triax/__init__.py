@@ -52,3 +52,8 @@ __all__ = [
     "tune",
     "tuning_mode",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and not the packages that they come from."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

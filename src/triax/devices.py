@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from triax import settings
-from triax.compat import jax_private
+from triax.compat import jax_private, versions
 from triax.errors import ArgumentValueError, UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,10 @@ def compute_capability(kernel: str, requested: int | None, devices: Sequence[Any
             f"{', '.join(map(str, sorted(capabilities)))} at once. Set "
             f"TRIAX_CUDA_ARCH to the lowest; {own}."
         )
+    plugin = "" if versions.cuda_plugin() else f" and run {jax_private.how_to_lower()}"
     raise ArgumentValueError(
         f"Kernel {kernel!r} is lowered for CUDA, and there is no {settings.gpu() or 'GPU'} here to "
-        f"take the architecture from. Set TRIAX_CUDA_ARCH (90 for an H100 or H200); {own}."
+        f"take the architecture from. Set TRIAX_CUDA_ARCH (90 for an H100 or H200){plugin}; {own}."
     )
 
 

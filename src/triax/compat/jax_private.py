@@ -49,10 +49,15 @@ def gpu_triton() -> ModuleType:
     if not hasattr(module, "TritonKernel"):
         raise MissingDependencyError(
             "Lowering a Triton kernel for CUDA needs JAX's CUDA plugin, which is not installed. "
-            f"Install `jax[cuda13]=={jaxlib}`; where there is no GPU, "
-            f"`pip install --no-deps jax-cuda13-plugin=={jaxlib}` is enough to lower."
+            f"Install `jax[cuda13]=={jaxlib}`; where there is no GPU, {how_to_lower()} is "
+            "enough to lower."
         )
     return module
+
+
+def how_to_lower() -> str:
+    """Returns the command after which programs can be lowered where there is no GPU."""
+    return f"`pip install --no-deps jax-cuda13-plugin=={versions.installed('jaxlib')}`"
 
 
 def make_triton_kernel(kernel: Any) -> Any:

@@ -67,3 +67,8 @@ __all__ = [
     "sort_chunks_by_index",
     "unpermute",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, and not the packages that they come from."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
