@@ -133,7 +133,7 @@ def test_functions_that_hold_no_array():
 
 def test_sizes_that_clash_are_named():
     add = lambda a, b, implementation: jnp.sum(a, 1)
-    op = Op("op", arguments=("rk", "rn"), results="r", cut="r", kernels=None, xla=add)
+    op = Op("op", arguments=("rk", "rn"), results="r", shardable="r", kernels=None, xla=add)
     with pytest.raises(TypeError, match=r"\(3, 5\) is declared as 'rn', where 'r' is 4"):
         jax.jit(op.of("xla"))(jnp.ones((4, 2)), jnp.ones((3, 5)))
 

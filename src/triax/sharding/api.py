@@ -73,11 +73,11 @@ def sharded(
         raise ArgumentValueError(
             f"Argument `rule` must have at most 26 names; got {len(known)} in {rule!r}."
         )
-    letter = dict(zip(known, string.ascii_lowercase, strict=False))
+    dim = dict(zip(known, string.ascii_lowercase, strict=False))
     operands, outputs = (
-        tuple("".join(letter[name] for name in names) for names in part) for part in parsed
+        tuple("".join(dim[name] for name in names) for names in part) for part in parsed
     )
-    letters = "".join(letter[name] for name in (*both[0], *both[1]))
+    dims = "".join(dim[name] for name in (*both[0], *both[1]))
 
     @functools.wraps(function)
     def wrapper(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
@@ -103,7 +103,7 @@ def sharded(
             )
 
         checks = check_constants, check_results
-        results = _Cut(label, flat, operands, outputs, letters, *checks)(*map(jnp.asarray, leaves))
+        results = _Sharded(label, flat, operands, outputs, dims, *checks)(*map(jnp.asarray, leaves))
         result: _Result = jax.tree.unflatten(out_tree, results)
         return result
 
@@ -114,17 +114,17 @@ def sharded(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Cut:
-    """A function of flat arrays and its rule in letters; its derivatives are `_Cut`s as well.
+class _Sharded:
+    """A function of flat arrays and its rule in letters; the derivatives are `_Sharded`s as well.
 
-    A result that lacks a letter of `cut` is the sum of the parts' results.
+    A result that lacks a dimension of `shardable` is the sum of the shards' results.
     """
 
     label: str
     function: Function
     operands: tuple[str, ...]
     results: tuple[str, ...]
-    cut: str
+    shardable: str
     check_constants: Callable[[Any], None]
     check_results: Callable[[Any], None] | None = None
 
@@ -135,7 +135,7 @@ class _Cut:
             if self.check_results is not None:
                 self.check_results(results)
             return results  # so that exceptions of interpreted kernels reach the caller unchanged
-        split = Split(self.operands, self.results, self.cut, self._part)
+        split = Split(self.operands, self.results, self.shardable, self._local)
         whole = lambda *leaves: tuple(self.function(*leaves))
         results = ops.bind(
             _sharded_p,
@@ -154,11 +154,11 @@ class _Cut:
             self.check_results(results)
         self.check_constants(jaxpr)
 
-    def _part(self, shard: Shard, *leaves: Any) -> tuple[Any, ...]:
+    def _local(self, shard: Shard, *leaves: Any) -> tuple[Any, ...]:
         sizes = {
-            letter: size
-            for letters, leaf in zip(self.operands, leaves, strict=True)
-            for letter, size in zip(letters, leaf.shape, strict=True)
+            dim: size
+            for dims, leaf in zip(self.operands, leaves, strict=True)
+            for dim, size in zip(dims, leaf.shape, strict=True)
         }
         try:
             results = self.function(*leaves)
@@ -171,15 +171,15 @@ class _Cut:
                 "function must take sizes from its arguments."
             ) from error
         summed = []
-        for index, (letters, result) in enumerate(zip(self.results, results, strict=True)):
-            wanted = tuple(map(sizes.get, letters, result.shape))
+        for index, (dims, result) in enumerate(zip(self.results, results, strict=True)):
+            wanted = tuple(map(sizes.get, dims, result.shape))
             if result.shape != wanted:
                 raise ArgumentValueError(
                     f"{self.label}: on a device's part of the arrays result {index} must have the "
                     f"shape {wanted}; got {result.shape}. The function must take sizes from its "
                     "arguments."
                 )
-            over = "".join(letter for letter in self.cut if letter not in letters)
+            over = "".join(dim for dim in self.shardable if dim not in dims)
             summed.append(shard.sum(over, result))
         return tuple(summed)
 
@@ -205,7 +205,7 @@ class _Cut:
             moved[i] = change
         return results, moved
 
-    def _derivatives(self, active: list[int], floats: list[int]) -> tuple[_Cut, _Cut]:
+    def _derivatives(self, active: list[int], floats: list[int]) -> tuple[_Sharded, _Sharded]:
         """Returns the JVP and the VJP of results `floats` with respect to arguments `active`."""
         count = len(self.operands)
 

@@ -23,14 +23,14 @@ from triax.sharding.splits import FlatSplit, Function, Shard, mesh_axes, partiti
 
 
 def is_partitioned(ctx: Any) -> bool:
-    """Whether the program being lowered is one that XLA cuts over several devices."""
+    """Whether the program being lowered is one that XLA partitions over several devices."""
     return jax_private.num_partitions(ctx) > 1 and not jax_private.exported_platforms(ctx)
 
 
 def partitioned(split: FlatSplit, function: Function, board: Any = None) -> Function:
-    """Returns `function`, a function of flat arrays that XLA cuts over devices as `split` allows.
+    """Returns `function`, a function of flat arrays that XLA shards over devices as `split` allows.
 
-    `board` is the switchboard for host callbacks inside the parts.
+    `board` is the switchboard for host callbacks inside the shards.
     """
 
     def run(*operands: Any) -> Any:
@@ -53,26 +53,26 @@ def partitioned(split: FlatSplit, function: Function, board: Any = None) -> Func
 def _partitioned(split: FlatSplit, function: Function, board: Any) -> Function:
     run = custom_partitioning(function)
 
-    def cut_as(mesh: Any, axes: Any, strings: tuple[str, ...]) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(mesh, partition_spec(letters, axes)) for letters in strings)
+    def named(mesh: Any, axes: Any, strings: tuple[str, ...]) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, partition_spec(dims, axes)) for dims in strings)
 
     def axes_of(mesh: Any, strings: tuple[str, ...], arrays: Any) -> Any:
-        cuts = zip(strings, arrays, strict=True)
+        pairs = zip(strings, arrays, strict=True)
         return mesh_axes(
-            mesh, split.cut, ((s, a.shape, jax_private.spec_of(a, mesh)) for s, a in cuts)
+            mesh, split.shardable, ((s, a.shape, jax_private.spec_of(a, mesh)) for s, a in pairs)
         )
 
     def infer(mesh: Any, operands: Any, _: Any) -> Any:
-        return cut_as(mesh, axes_of(mesh, split.operands, operands), split.results)
+        return named(mesh, axes_of(mesh, split.operands, operands), split.results)
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         axes = axes_of(mesh, split.results + split.operands, (*results, *operands))
         local = functools.partial(_as_tuple, split.local(Shard(axes)))
         if board is not None:
             local = functools.partial(_with_callbacks, local, board)
-        return mesh, local, cut_as(mesh, axes, split.results), cut_as(mesh, axes, split.operands)
+        return mesh, local, named(mesh, axes, split.results), named(mesh, axes, split.operands)
 
-    # JAX fails to decode a sharding where XLA cuts over a part of a mesh axis.
+    # JAX fails to decode a sharding where XLA shards over a part of a mesh axis.
     run.def_partition(
         partition,
         infer_sharding_from_operands=infer,
@@ -87,8 +87,8 @@ def _as_tuple(function: Function, *operands: Any) -> tuple[Any, ...]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
-    """Parameter of `_part_p`: a device's part of an op, and the switchboard for its callbacks."""
+class _Local:
+    """Parameter of `_local_p`: what a device runs, and the switchboard for its callbacks."""
 
     function: Function
     types: tuple[Any, ...]
@@ -98,12 +98,12 @@ class _Part:
 def _with_callbacks(function: Function, board: Any, *operands: Any) -> tuple[Any, ...]:
     jaxpr = jax.make_jaxpr(function)(*operands)
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals)
-    return tuple(_part_p.bind(*operands, call=_Part(jaxpr_as_fun(jaxpr), types, board)))
+    return tuple(_local_p.bind(*operands, call=_Local(jaxpr_as_fun(jaxpr), types, board)))
 
 
-_part_p = primitive("triax_part")
+_local_p = primitive("triax_local")
 mlir.register_lowering(
-    _part_p,
+    _local_p,
     lambda ctx, *operands, call: mlir.lower_fun(call.function, multiple_results=True)(
         jax_private.with_switchboard(ctx, call.board), *operands
     ),
@@ -114,20 +114,20 @@ def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
     """Returns the split as a Shardy rule, with a separate factor per dimension that stays whole."""
     whole: list[str] = []
 
-    def names(letters: str) -> ArrayMapping:
+    def names(dims: str) -> ArrayMapping:
         named = []
-        for letter in letters:
-            if letter not in split.cut:
-                letter = f"whole{len(whole)}"
-                whole.append(letter)
-            named.append(letter)
+        for dim in dims:
+            if dim not in split.shardable:
+                dim = f"whole{len(whole)}"
+                whole.append(dim)
+            named.append(dim)
         return ArrayMapping(*named)
 
     operands = tuple(map(names, split.operands))
     results = tuple(map(names, split.results))
-    summed = {*split.cut} - {*"".join(split.results)}
+    summed = {*split.shardable} - {*"".join(split.results)}
     # Shardy wants summed dimensions in the order in which they appear in the operands.
-    appearing = dict.fromkeys(letter for letter in "".join(split.operands) if letter in summed)
+    appearing = dict.fromkeys(dim for dim in "".join(split.operands) if dim in summed)
     return SdyShardingRule(
         operands,
         results,
@@ -139,7 +139,7 @@ def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
 def left_whole(function: Function) -> Function:
     """Returns `function`, with its arrays kept whole on automatic axes inside a `shard_map`.
 
-    If XLA cuts plain JAX over these axes, it may abort the process (in JAX 0.10, at a gather).
+    If XLA shards plain JAX over these axes, it may abort the process (in JAX 0.10, at a gather).
     """
 
     def run(*operands: Any) -> Any:

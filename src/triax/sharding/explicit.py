@@ -32,7 +32,7 @@ def explicit_mesh(arrays: Any) -> Any | None:
 
 
 def traced(mesh: Any, function: Function, arguments: Any) -> tuple[Any, Any]:
-    """Returns the jaxpr and the result types of an op whose arguments are cut over explicit axes.
+    """Returns the jaxpr and the result types of an op whose arguments explicit axes shard.
 
     The op is traced on whole arrays, with explicit axes made automatic; manual axes stay manual.
     """
@@ -63,17 +63,17 @@ def type_of(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def explicit_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> Any:
-    """Returns the explicit axes that cut a batch; `vmap` requires the same ones in all arrays."""
-    cuts = [
+    """Returns the explicit axes that shard a batch; `vmap` requires the same ones in all arrays."""
+    names = [
         sharding.spec[axis]
         for array, axis in zip(arrays, axes, strict=True)
         if axis is not None and (sharding := sharding_of(array)) is not None
     ]
-    return next(filter(None, cuts), None)
+    return next(filter(None, names), None)
 
 
 def batched_type(type_: jax.ShapeDtypeStruct, size: int, batch: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns a type with a leading batch dimension, cut over the explicit axes `batch`."""
+    """Returns a type with a leading batch dimension, sharded over the explicit axes `batch`."""
     sharding = type_.sharding
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(batch, *sharding.spec))
@@ -90,26 +90,26 @@ def cast(array: Any, type_: jax.ShapeDtypeStruct) -> Any:
 
 
 def gathered(array: Any, *kept: int) -> jax.Array:
-    """Gathers an array that is cut over explicit axes, along all dimensions but `kept`.
+    """Gathers an array that is sharded over explicit axes, along all dimensions but `kept`.
 
-    Plain JAX wants operands that are cut alike.
+    Plain JAX wants operands that are sharded alike.
     """
     sharding = sharding_of(array)
     if sharding is None:
         return array
-    spec = (part if i in kept else None for i, part in enumerate(sharding.spec))
+    spec = (entry if i in kept else None for i, entry in enumerate(sharding.spec))
     return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
-def cut_alike(cut: str, letters: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
-    """Reshards arrays (or None) so that explicit axes cut only letters of `cut`, and all alike.
+def shard_alike(shardable: str, dims: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
+    """Reshards arrays (or None) so that only `shardable` dimensions are sharded, and all alike.
 
-    The first array that is cut decides. Plain JAX wants operands that are cut alike.
+    The first array that is sharded decides. Plain JAX wants operands that are sharded alike.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
         return list(arrays)
-    axes = _explicit_axes(mesh, cut, letters, arrays)
+    axes = _explicit_axes(mesh, shardable, dims, arrays)
 
     def resharded(of_array: str, array: Any) -> Any:
         if array is None or sharding_of(array) is None:
@@ -117,43 +117,43 @@ def cut_alike(cut: str, letters: Sequence[str], arrays: Sequence[Any]) -> list[A
         sharding = NamedSharding(mesh, partition_spec(of_array, axes))
         return cast(array, jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding))
 
-    return list(map(resharded, letters, arrays))
+    return list(map(resharded, dims, arrays))
 
 
 def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
-    """Returns the op in parts, cut as the types of its operands are."""
-    axes = _explicit_axes(mesh, split.cut, split.operands, operands)
+    """Returns the op in shards, as the types of its operands say."""
+    axes = _explicit_axes(mesh, split.shardable, split.operands, operands)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     names = {name for name, type_ in kinds if type_ is AxisType.Explicit}
-    return _in_parts(mesh, names, split, axes)
+    return _in_shards(mesh, names, split, axes)
 
 
-def cut_only(function: Function, split: Split, *arguments: Any) -> Any:
-    """Runs a function of several ops in parts: cuts its arguments over explicit axes by `split`."""
+def shard_only(function: Function, split: Split, *arguments: Any) -> Any:
+    """Runs a function of several ops in shards: its arguments are sharded by `split`."""
     mesh = explicit_mesh(arguments)
     if mesh is None:
         return function(*arguments)
     _, results = traced(mesh, function, arguments)
     flat = flatten(split, arguments, results, "the layer")
     operands = jax.tree.leaves(arguments)
-    axes = _explicit_axes(mesh, flat.cut, flat.operands, operands)
+    axes = _explicit_axes(mesh, flat.shardable, flat.operands, operands)
     if not axes:
         return function(*arguments)
     used = tuple(name for names in axes.values() for name in names)
     copied = [
-        not {*letters} & {*axes} and jnp.issubdtype(operand.dtype, jnp.inexact)
-        for letters, operand in zip(flat.operands, operands, strict=True)
+        not {*dims} & {*axes} and jnp.issubdtype(operand.dtype, jnp.inexact)
+        for dims, operand in zip(flat.operands, operands, strict=True)
     ]
     operands = [_copies(mesh, used, a) if c else a for a, c in zip(operands, copied, strict=True)]
-    parts = _in_parts(mesh, {*used}, _of_copies(flat, copied), {**axes, _COPY: used})(*operands)
-    return jax.tree.unflatten(jax.tree.structure(results), parts)
+    outputs = _in_shards(mesh, {*used}, _of_copies(flat, copied), {**axes, _COPY: used})(*operands)
+    return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
 
 _COPY = "#"
 
 
 def _copies(mesh: Any, used: MeshAxes, array: jax.Array) -> jax.Array:
-    """Copies an array for each part, so that XLA sums the parts' gradients outside the parts."""
+    """Copies an array for each shard, so that XLA sums the gradients outside of the shards."""
     # Workaround: xla all: inside, where some axes of the mesh are not manual, a sum of bfloat16
     # aborts the process on CPUs.
     count = math.prod(mesh.shape[name] for name in used)
@@ -162,52 +162,52 @@ def _copies(mesh: Any, used: MeshAxes, array: jax.Array) -> jax.Array:
 
 
 def _of_copies(split: FlatSplit, copied: Sequence[bool]) -> FlatSplit:
-    """Returns the split of a function where `copied` operands have one copy for each part."""
+    """Returns the split of a function where `copied` operands have one copy for each shard."""
 
     def local(shard: Shard) -> Function:
         run = split.local(shard)
         one = lambda array, is_copy: jax.lax.squeeze(array, (0,)) if is_copy else array
         return lambda *operands: run(*map(one, operands, copied))
 
-    operands = tuple(_COPY * c + letters for letters, c in zip(split.operands, copied, strict=True))
+    operands = tuple(_COPY * c + dims for dims, c in zip(split.operands, copied, strict=True))
     return split._replace(operands=operands, local=local)
 
 
 def _explicit_axes(
-    mesh: Any, letters_cut: str, letters: Sequence[str], arrays: Sequence[Any]
+    mesh: Any, shardable: str, dims: Sequence[str], arrays: Sequence[Any]
 ) -> dict[str, MeshAxes]:
-    cut = (
+    specs = (
         (of_array, array.shape, sharding.spec)
-        for of_array, array in zip(letters, arrays, strict=True)
+        for of_array, array in zip(dims, arrays, strict=True)
         if array is not None and (sharding := sharding_of(array)) is not None and any(sharding.spec)
     )
-    return mesh_axes(mesh, letters_cut, cut)
+    return mesh_axes(mesh, shardable, specs)
 
 
-def _in_parts(
+def _in_shards(
     mesh: Any, names: set[str], split: FlatSplit, axes: Mapping[str, MeshAxes]
 ) -> Function:
-    specs = [partition_spec(letters, axes) for letters in split.operands]
+    specs = [partition_spec(dims, axes) for dims in split.operands]
     local = left_whole(split.local(Shard(axes)))
 
     def on_device(*operands: Any) -> Any:
         return local(*map(_of_no_axis, operands))
 
-    part = jax.shard_map(
+    sharded = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=tuple(specs),
-        out_specs=[partition_spec(letters, axes) for letters in split.results],
+        out_specs=[partition_spec(dims, axes) for dims in split.results],
         axis_names=names,
         # JAX assumes that a kernel's results vary over every axis that an operand varies over.
         check_vma=False,
     )
 
     def run(*operands: Any) -> Any:
-        return part(
+        return sharded(
             *(
-                jax.sharding.reshard(operand, NamedSharding(mesh, cut))
-                for operand, cut in zip(operands, specs, strict=True)
+                jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+                for operand, spec in zip(operands, specs, strict=True)
             )
         )
 

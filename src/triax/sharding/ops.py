@@ -1,11 +1,12 @@
-"""Primitives for functions that may be cut over devices, with their rules.
+"""Primitives for functions that may be sharded over devices, with their rules.
 
 `bind` traces the function whole, and puts it into the program as one step. JAX then asks for
 
-- a *lowering*: the function, or where XLA cuts the program over several devices, each device's part
-  (`automatic`); on meshes with explicit axes the parts are traced right away (`explicit`);
+- a *lowering*: the function, or where XLA partitions the program over several devices, each
+  device's shard (`automatic`); on meshes with explicit axes the shards are traced right away
+  (`explicit`);
 - a *derivative*: the caller's rule, made of such primitives and linear functions (`linear`);
-- *batching*: `jax.vmap` of the function and of its rule, and a `Split` with one more letter.
+- *batching*: `jax.vmap` of the function and of its rule, and a `Split` with one more dimension.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def bind(
       primitive: a primitive made by `primitive`.
       name: the step's name in jaxprs and errors.
       run: a function of pytrees of arrays.
-      split: how `run` is cut over devices; None if its own steps are cut instead.
+      split: how `run` is sharded over devices; None if its own steps are instead.
       rule: ``rule(tree, out_tree, primals, tangents)`` returns flat results and their tangents, for
         flat arguments of the structure `tree`; None stands for a tangent that is zero.
       calls_back: whether `run` may make host callbacks, as kernels do on a CPU.
@@ -62,10 +63,10 @@ def bind(
         check(jaxpr, shapes)
     flat = None if split is None else flatten(_as_here(split), arguments, shapes, name)
     if mesh is not None and flat is not None:
-        jaxpr = _in_parts(mesh, flat, leaves)
-    may_cut = split is not None and not mesh
+        jaxpr = _in_shards(mesh, flat, leaves)
+    is_automatic = split is not None and not mesh
     out_tree = jax.tree.structure(shapes)
-    jax_private.require_devices(primitive, None if may_cut else "cuda")
+    jax_private.require_devices(primitive, None if is_automatic else "cuda")
     outputs = primitive.bind(
         *leaves,
         call=_BoundOp(
@@ -74,7 +75,7 @@ def bind(
             function=jaxpr_as_fun(jaxpr),
             rule=functools.partial(rule, tree, out_tree),
             types=tuple(map(explicit.type_of, jaxpr.out_avals)),
-            split=flat if may_cut or mesh is not None else None,
+            split=flat if is_automatic or mesh is not None else None,
             mesh=mesh,
             calls_back=calls_back,
         ),
@@ -83,7 +84,7 @@ def bind(
 
 
 def _as_here(split: Split) -> Split:
-    """Returns the split with this thread's settings: XLA traces its parts in another thread."""
+    """Returns the split with this thread's settings: XLA traces its shards in another thread."""
     restored = settings.captured()
 
     def run(*operands: Any) -> Any:
@@ -109,7 +110,7 @@ class _BoundOp:
         return self.name
 
 
-def _in_parts(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Any:
+def _in_shards(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Any:
     with jax_private.no_vmapped_axes():
         return jax.make_jaxpr(explicit.over_explicit_mesh(mesh, split, operands))(*operands)
 
@@ -140,10 +141,10 @@ def primitive(name: str) -> Primitive:
         split = None if call.split is None else batched(call.split, axes)
         function = jax.vmap(call.function, axes)
         size = linear.batch_size(args, axes)
-        cut = explicit.explicit_batch(args, axes) if call.mesh is None else None
-        types = tuple(explicit.batched_type(type_, size, cut) for type_ in call.types)
-        if call.mesh is not None and split is not None:  # explicit axes may cut the batch too
-            jaxpr = _in_parts(call.mesh, split, args)
+        names = explicit.explicit_batch(args, axes) if call.mesh is None else None
+        types = tuple(explicit.batched_type(type_, size, names) for type_ in call.types)
+        if call.mesh is not None and split is not None:  # explicit axes may shard the batch too
+            jaxpr = _in_shards(call.mesh, split, args)
             function, types = jaxpr_as_fun(jaxpr), tuple(map(explicit.type_of, jaxpr.out_avals))
         rule = jax.vmap(call.rule, (axes, axes))
         mapped = dataclasses.replace(call, function=function, rule=rule, types=types, split=split)

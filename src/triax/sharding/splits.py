@@ -1,8 +1,8 @@
-"""Describes how an op is cut over several devices.
+"""Describes how an op is sharded over several devices.
 
 To XLA a kernel is a black box: XLA gathers sharded operands, and every device runs the whole call.
 In plain JAX, on other platforms, XLA does this to some operations. A `Split` says which dimensions
-may be cut, so that each device runs the op on its part: under plain `jit` (`automatic`) and on
+may be sharded, so that each device runs the op on its shard: under plain `jit` (`automatic`) and on
 meshes with explicit axes (`explicit`). Inside `shard_map` all code is local anyway, and on one
 device there is nothing to do.
 """
@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 Function = Callable[..., Any]
 MeshAxes = tuple[str, ...]
-Letters = str | list[str] | Callable[[Any], list[str]] | None
-"""The letters of an argument or a result: one for each dimension.
+Dims = str | list[str] | Callable[[Any], list[str]] | None
+"""The dimensions of an argument or a result, one letter for each.
 
 A string stands for an array, or for each array of a pytree if all have the same dimensions.
 Otherwise a list has a string for each array of the pytree, or a function of the pytree returns this
@@ -33,57 +33,57 @@ _UNNAMED = "_"
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The part of an op that one device runs: the mesh axes that each letter is cut over."""
+    """What one device runs of an op: the mesh axes that each dimension is sharded over."""
 
     mesh_axes: Mapping[str, MeshAxes]
 
-    def sum(self, letters: str, value: jax.Array) -> jax.Array:
-        """Returns the sum of `value` over the parts that `letters` are cut into.
+    def sum(self, dims: str, value: jax.Array) -> jax.Array:
+        """Returns the sum of `value` over the shards of `dims`.
 
         Small floats are summed in float32, and rounded once. On CPUs XLA would even abort the
         process in a sum of bfloat16 over some axes of a mesh.
         """
-        axes = sum((self.mesh_axes.get(letter, ()) for letter in letters), ())
+        axes = sum((self.mesh_axes.get(dim, ()) for dim in dims), ())
         if not axes:
             return value
         is_small = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
         wide = value.astype(jnp.float32) if is_small else value
         return jax.lax.psum(wide, axes).astype(value.dtype)
 
-    def index(self, letter: str) -> Any:
-        """Returns the index of this device's part."""
-        axes = self.mesh_axes.get(letter)
+    def index(self, dim: str) -> Any:
+        """Returns the index of this device's shard."""
+        axes = self.mesh_axes.get(dim)
         return jax.lax.axis_index(axes) if axes else 0
 
-    def count(self, letter: str) -> int:
-        """Returns the number of parts."""
-        axes = self.mesh_axes.get(letter)
+    def count(self, dim: str) -> int:
+        """Returns the number of shards."""
+        axes = self.mesh_axes.get(dim)
         return int(jax.lax.psum(1, axes)) if axes else 1
 
 
 class Split(NamedTuple):
-    """Which dimensions of an op's arrays may be cut.
+    """Which dimensions of an op's arrays may be sharded.
 
     Attributes:
-      arguments: the `Letters` of each argument; those with None, or past the end, are needed whole.
-      results: the `Letters` of the result, or of each of several results.
-      cut: the letters that may be cut; equal letters are cut alike.
-      run: ``run(shard, *arguments)`` runs the op on a part. If a letter of `cut` is in no result,
-        `run` must add up the parts over it (`Shard.sum`).
+      arguments: the `Dims` of each argument; those with None, or past the end, are needed whole.
+      results: the `Dims` of the result, or of each of several results.
+      shardable: the dimensions that may be sharded; those of one letter are sharded alike.
+      run: ``run(shard, *arguments)`` runs the op on a shard. If no result has a dimension of
+        `shardable`, `run` must add up the shards over it (`Shard.sum`).
     """
 
-    arguments: tuple[Letters, ...]
-    results: Letters | tuple[Letters, ...]
-    cut: str
+    arguments: tuple[Dims, ...]
+    results: Dims | tuple[Dims, ...]
+    shardable: str
     run: Function
 
 
 class FlatSplit(NamedTuple):
-    """A `Split` of an op on flat arrays, a string for each; ``local(shard)`` runs it on a part."""
+    """A `Split` of an op on flat arrays, a string for each; ``local(shard)`` runs it on one."""
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
-    cut: str
+    shardable: str
     local: Callable[[Shard], Function]
 
 
@@ -91,7 +91,7 @@ def flatten(split: Split, arguments: Any, results: Any, name: str) -> FlatSplit:
     """Returns the flat split of a function from `arguments` to `results` (arrays, or types).
 
     Raises:
-      TypeError: the declared letters of the op `name` do not fit the arrays.
+      TypeError: the declared dimensions of the op `name` do not fit the arrays.
     """
     tree = jax.tree.structure(arguments)
 
@@ -103,70 +103,70 @@ def flatten(split: Split, arguments: Any, results: Any, name: str) -> FlatSplit:
 
     outputs = results if isinstance(results, tuple) else (results,)
     declared = split.results if isinstance(split.results, tuple) else (split.results,)
-    strings = _letters(split.arguments, arguments), _letters(declared, outputs)
+    strings = _dims(split.arguments, arguments), _dims(declared, outputs)
     _check(
         name, (*strings[0], *strings[1]), (*jax.tree.leaves(arguments), *jax.tree.leaves(results))
     )
-    return FlatSplit(*strings, split.cut, local)
+    return FlatSplit(*strings, split.shardable, local)
 
 
-def _letters(declared: Sequence[Letters], arrays: Sequence[Any]) -> tuple[str, ...]:
+def _dims(declared: Sequence[Dims], arrays: Sequence[Any]) -> tuple[str, ...]:
     flat: list[str] = []
-    for letters, part in itertools.zip_longest(declared, arrays):
-        letters = letters(part) if callable(letters) else letters
-        if isinstance(letters, list):
-            flat += letters
+    for dims, argument in itertools.zip_longest(declared, arrays):
+        dims = dims(argument) if callable(dims) else dims
+        if isinstance(dims, list):
+            flat += dims
         else:
-            flat += [letters or _UNNAMED * leaf.ndim for leaf in jax.tree.leaves(part)]
+            flat += [dims or _UNNAMED * leaf.ndim for leaf in jax.tree.leaves(argument)]
     return tuple(flat)
 
 
 def _check(name: str, strings: Sequence[str], arrays: Sequence[Any]) -> None:
     sizes: dict[str, int] = {}
-    for letters, array in zip(strings, arrays, strict=True):
-        for letter, size in itertools.zip_longest(letters, array.shape):
-            if letter is None or size is None or sizes.setdefault(letter, size) != size:
-                known = f", where {letter!r} is {sizes[letter]}" if letter in sizes else ""
+    for dims, array in zip(strings, arrays, strict=True):
+        for dim, size in itertools.zip_longest(dims, array.shape):
+            if dim is None or size is None or sizes.setdefault(dim, size) != size:
+                known = f", where {dim!r} is {sizes[dim]}" if dim in sizes else ""
                 raise TypeError(
-                    f"{name}: an array of shape {array.shape} is declared as {letters!r}{known}"
+                    f"{name}: an array of shape {array.shape} is declared as {dims!r}{known}"
                 )
             sizes.pop(_UNNAMED, None)
 
 
 def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
     """Returns the split under `jax.vmap` over `axes`, with the batch first in results."""
-    used = {letter for letters in split.operands + split.results for letter in letters}
-    batch = next(letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter not in used)
+    used = {dim for dims in split.operands + split.results for dim in dims}
+    batch = next(dim for dim in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if dim not in used)
     operands = tuple(
-        letters if axis is None else letters[:axis] + batch + letters[axis:]
-        for letters, axis in zip(split.operands, axes, strict=True)
+        dims if axis is None else dims[:axis] + batch + dims[axis:]
+        for dims, axis in zip(split.operands, axes, strict=True)
     )
-    results = tuple(batch + letters for letters in split.results)
+    results = tuple(batch + dims for dims in split.results)
     local = lambda shard: jax.vmap(split.local(shard), tuple(axes))
-    return FlatSplit(operands, results, split.cut + batch, local)
+    return FlatSplit(operands, results, split.shardable + batch, local)
 
 
 def mesh_axes(
-    mesh: Any, letters_cut: str, arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]]
+    mesh: Any, shardable: str, arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]]
 ) -> dict[str, MeshAxes]:
-    """Returns the mesh axes that each letter is cut over.
+    """Returns the mesh axes that each dimension is sharded over.
 
-    `arrays` has each array's letters, shape and spec. For each letter the first array that has it
-    decides, and no mesh axis is used twice. A letter stays whole if its size is no multiple of the
-    number of parts, because XLA would pad the last part.
+    `arrays` has each array's dimensions, shape and spec. For each dimension the first array that
+    has it decides, and no mesh axis is used twice. A dimension stays whole if its size is no
+    multiple of the number of shards, because XLA would pad the last shard.
     """
     axes: dict[str, MeshAxes] = {}
     used: set[str] = set()
-    for letters, shape, spec in arrays:
-        for letter, size, part in zip(letters, shape, spec, strict=False):
-            names = (part,) if isinstance(part, str) else tuple(part or ())
+    for dims, shape, spec in arrays:
+        for dim, size, entry in zip(dims, shape, spec, strict=False):
+            names = (entry,) if isinstance(entry, str) else tuple(entry or ())
             count = math.prod(mesh.shape[name] for name in names)
-            free = letter in letters_cut and letter not in axes and not used & {*names}
+            free = dim in shardable and dim not in axes and not used & {*names}
             if free and not size % count:
-                axes[letter] = names
+                axes[dim] = names
                 used |= {*names}
-    return {letter: names for letter, names in axes.items() if names}
+    return {dim: names for dim, names in axes.items() if names}
 
 
-def partition_spec(letters: str, axes: Mapping[str, MeshAxes]) -> PartitionSpec:
-    return PartitionSpec(*(axes.get(letter) for letter in letters))
+def partition_spec(dims: str, axes: Mapping[str, MeshAxes]) -> PartitionSpec:
+    return PartitionSpec(*(axes.get(dim) for dim in dims))

@@ -31,9 +31,9 @@ def apply(
     steps keep this shape, because XLA then fuses them more easily.
     """
     both = spec.gated and up is None
-    letters = "r_" if both else "rw", "rw", "r"
-    cut = explicit.cut_alike("rw", letters, (gate_up, up, row_weights))
-    alone = jax.tree.map(lambda array: array[:, None], tuple(cut))
+    dims = "r_" if both else "rw", "rw", "r"
+    resharded = explicit.shard_alike("rw", dims, (gate_up, up, row_weights))
+    alone = jax.tree.map(lambda array: array[:, None], tuple(resharded))
     out: jax.Array = jax.vmap(functools.partial(_of_one_row, function, spec))(*alone)
     return out[:, 0]
 

@@ -53,14 +53,14 @@ _no_derivative = not_differentiable(
 )
 
 
-def _letters(results: tuple[str | None, ...], cut: str) -> Any:
-    """Makes an op's `letters`; in `results`, None stands for the letters of gate and up."""
+def _dims(results: tuple[str | None, ...], shardable: str) -> Any:
+    """Makes an op's `dims`; in `results`, None stands for the dimensions of gate and up."""
 
     def of(gate_up: Any, up: Any, *_: Any, spec: GluSpec, **__: Any) -> Any:
         in_one = spec.gated and up is None  # the joint width, u, is needed whole
         both = "ru" if in_one else "rw"
-        letters = tuple(each or both for each in results)
-        return (both, both, "r", "rw"), letters, "r" if in_one else cut
+        dims = tuple(each or both for each in results)
+        return (both, both, "r", "rw"), dims, "r" if in_one else shardable
 
     return of
 
@@ -68,7 +68,7 @@ def _letters(results: tuple[str | None, ...], cut: str) -> Any:
 # Operands: gate and up, or one array and None; the row weights or None.
 glu = Op(
     "glu",
-    letters=_letters(("rw",), "rw"),
+    dims=_dims(("rw",), "rw"),
     kernels=launchers.glu,
     xla=reference.glu_reference,
     derivative=_derivative,
@@ -77,7 +77,7 @@ glu = Op(
 # Quantizes the result of glu with a scale for each row. Results: values, scales.
 quantized_glu = Op(
     "quantized_glu",
-    letters=_letters(("rw", "r_"), "r"),
+    dims=_dims(("rw", "r_"), "r"),
     kernels=launchers.quantized_glu,
     xla=reference.quantized_glu_reference,
     derivative=_no_derivative,
@@ -86,9 +86,9 @@ quantized_glu = Op(
 # Computes glu's gradients, which are differentiated in plain JAX: second derivatives are rare.
 glu_grad = Op(
     "glu_grad",
-    letters=_letters((None, None, "r", "rw"), "rw"),
+    dims=_dims((None, None, "r", "rw"), "rw"),
     kernels=launchers.glu_grad,
     xla=reference.glu_grad_reference,
     derivative="xla",
-    part=_sum_over_width,
+    local=_sum_over_width,
 )

@@ -38,7 +38,7 @@ move_chunks = Op(
     "move_chunks",
     arguments=("rh", "r", "c"),  # rows, probs, maps
     results=("rh", "r"),
-    cut="h",
+    shardable="h",
     kernels=launchers.move_chunks,
     xla=reference.move_chunks_reference,
     derivative=_derivative,

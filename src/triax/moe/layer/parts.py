@@ -74,7 +74,7 @@ def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -
 
     # Each device runs the layer on its tokens, and counts are summed over devices.
     by_tokens = Split(("th", "tk"), ("th", "e", "", "tk"), "t", part)
-    return explicit.cut_only(run, by_tokens, x, routing, experts)
+    return explicit.shard_only(run, by_tokens, x, routing, experts)
 
 
 def _run(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:

@@ -22,7 +22,7 @@ from triax.sharding.splits import Shard
 
 
 def _routes(routes: Routes) -> list[str]:
-    """Returns the letters of the arrays in `Routes`: tokens, slots and experts."""
+    """Returns the dimensions of the arrays in `Routes`: tokens, slots and experts."""
     return ["tk", *([] if routes.num_slots is None else ["t"]), "e", "e"]
 
 
@@ -109,19 +109,19 @@ def _spread_derivative(
 
 
 def _sum_products(call: Call, shard: Shard, rows: Any, weights: Any, *others: Any) -> Any:
-    """Runs `spread_gradient` on a part of the width; rounds weights' gradients after the sum."""
+    """Runs `spread_gradient` on a shard of the width; rounds weights' gradients after the sum."""
     wider = weights.astype(at_least_float32(weights.dtype))
     d_rows, d_weights = call.run(rows, wider, *others)
     return d_rows, shard.sum("h", d_weights).astype(weights.dtype)
 
 
 # Copies tokens, weights and scales to the rows given by routes. A token may go to any row, so only
-# the width can be cut.
+# the width can be sharded.
 permute_rows = Op(
     "permute_rows",
     arguments=("th", "tk", "ts", _routes),
     results=("rh", "r", "rs"),
-    cut="h",
+    shardable="h",
     kernels=launchers.permute,
     xla=reference.permute_reference,
     derivative=_permute_derivative,
@@ -134,7 +134,7 @@ gather_rows = Op(
     "gather_rows",
     arguments=("rh", "tk", "r", _routes),
     results=("th", "tk"),
-    cut="th",
+    shardable="th",
     kernels=launchers.unpermute,
     xla=reference.unpermute_reference,
     derivative=_gather_derivative,
@@ -145,7 +145,7 @@ weigh_rows = Op(
     "weigh_rows",
     arguments=("rh", "tk", _routes),
     results="th",
-    cut="th",
+    shardable="th",
     kernels=lambda rows, weights, routes, **options: (
         launchers.unpermute(rows, weights, None, routes, **options).x
     ),
@@ -159,9 +159,9 @@ spread_gradient = Op(
     "spread_gradient",
     arguments=("rh", "tk", "th", _routes),
     results=("rh", "tk"),
-    cut="h",
+    shardable="h",
     kernels=launchers.unpermute_grad,
     xla=reference.unpermute_grad_reference,
     derivative=_spread_derivative,
-    part=_sum_products,
+    local=_sum_products,
 )

@@ -65,15 +65,15 @@ def is_blocked(operand: Any) -> bool:
     return isinstance(operand, ScaledArray) and bool(operand.packed or _sizes(operand)[0])
 
 
-def letters(operand: Any, of_values: str) -> list[str]:
-    """Returns the letters of each array of an operand: values, scales and zeros.
+def dims(operand: Any, of_values: str) -> list[str]:
+    """Returns the dimensions of each array of an operand: values, scales and zeros.
 
     A dimension has the letter `_` if several of its elements share a scale or a byte.
     """
     if not isinstance(operand, ScaledArray):
         return [of_values]
     block = zip(of_values, stored_block(operand), strict=True)
-    of_scales = "".join(letter if of == 1 else "_" for letter, of in block)
+    of_scales = "".join(dim if of == 1 else "_" for dim, of in block)
     of_scales = of_values[0] + "__" if operand.scales_tiled else of_scales
     if operand.packed:
         of_values = of_values[0] + "___" if operand.tiled else of_values[:-1] + "_"

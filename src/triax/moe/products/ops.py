@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from triax.errors import DifferentiationError
 from triax.moe.activations.ops import glu
 from triax.moe.products import any_gpu, reference
-from triax.moe.products.operands import is_blocked, letters
+from triax.moe.products.operands import dims, is_blocked
 from triax.moe.products.options import Groups
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.arrays import at_least_float32
@@ -98,7 +98,7 @@ def _in(dtype: Any, weights: Any) -> Any:
     """Returns weights for the gradient of the rows, with a `ScaledArray` in the rows' dtype."""
     if not isinstance(weights, ScaledArray):
         return weights
-    # Explicit axes may cut values and scales differently.
+    # Explicit axes may shard values and scales differently.
     parts: Any = {"scales": explicit.gathered(weights.scales)}
     if weights.zeros is not None:
         parts["zeros"] = explicit.gathered(weights.zeros)
@@ -133,27 +133,27 @@ def _check_differentiable(given: dict[str, Any], moving: dict[str, Any]) -> None
             )
 
 
-def _part(call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *biases: Any) -> Any:
-    """Multiplies a device's part; partial sums are added up before they are rounded."""
-    groups = groups_of_part(shard, groups, left.shape[0])
+def _local(call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *biases: Any) -> Any:
+    """Multiplies a device's shard; partial sums are added up before they are rounded."""
+    groups = groups_of_shard(shard, groups, left.shape[0])
     summed = "r" if call.op is group_outer else "k"
     if shard.count(summed) == 1:
         return call.run(left, right, groups, *biases)
     options = call.options["options"]
     wide = call.like(options=options.for_partial_sums())
     sums = shard.sum(summed, wide.run(left, right, groups))
-    if any(array is not None for array in biases):  # added once, not to every part
+    if any(array is not None for array in biases):  # added once, not to every shard
         how = {"dtype": sums.dtype, "num_rows": left.shape[0]}
         sums += reference.spread_bias_reference(biases[0], groups, biases[1], **how)
     return sums.astype(options.dtype)
 
 
-def groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
-    """Returns the groups among the `num_rows` rows of a part."""
-    part, count = shard.index("r"), shard.count("r")
+def groups_of_shard(shard: Shard, groups: Groups, num_rows: int) -> Groups:
+    """Returns the groups among the `num_rows` rows of a shard."""
+    index, count = shard.index("r"), shard.count("r")
     if count == 1:
         return groups
-    before = part * num_rows
+    before = index * num_rows
     ends = reference.group_ends(groups, num_rows * count) - before
     first = reference.first_row(groups, num_rows * count) - before
     first = jnp.clip(first, 0, num_rows)
@@ -161,15 +161,15 @@ def groups_of_part(shard: Shard, groups: Groups, num_rows: int) -> Groups:
     return Groups(sizes, None if groups.first_row is None else first)
 
 
-def letters_of_groups(groups: Groups) -> list[str]:
-    """Returns the letters of `Groups`."""
+def dims_of_groups(groups: Groups) -> list[str]:
+    """Returns the dimensions of `Groups`."""
     return ["g", ""][: len(jax.tree.leaves(groups))]
 
 
-def _letters(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> Any:
-    """Allows cuts of rows alone if scales vary along the depth, or numbers are packed."""
-    of_weights = letters(weights, "gnk" if transposed else "gkn")
-    operands = letters(rows, "rk"), of_weights, letters_of_groups, "gn", "r"
+def _dims(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> Any:
+    """Allows shards of rows alone if scales vary along the depth, or numbers are packed."""
+    of_weights = dims(weights, "gnk" if transposed else "gkn")
+    operands = dims(rows, "rk"), of_weights, dims_of_groups, "gn", "r"
     return operands, "rn", "r" if any(map(is_blocked, (rows, weights))) else "rkn"
 
 
@@ -177,9 +177,9 @@ def _letters(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> A
 # weights, groups, and optionally a bias of each group, and its weight in each row.
 ragged_dot = Op(
     "ragged_dot",
-    letters=_letters,
+    dims=_dims,
     derivative=_derivative,
-    part=_part,
+    local=_local,
     kernels=any_gpu.ragged_dot,
     xla=reference.ragged_dot_reference,
 )
@@ -197,24 +197,24 @@ def _derivative_with_glu(call: Call, primals: Any, tangents: Any, results: Any) 
     return _derivative(_without_glu(call), primals, tangents, results[0]), None
 
 
-def _part_with_glu(
+def _local_with_glu(
     call: Call, shard: Shard, left: Any, right: Any, groups: Groups, bias: Any, row_weights: Any
 ) -> Any:
-    """Multiplies a device's part. If it is one of depth or columns, `glu` is an op of its own: it
+    """Multiplies a device's shard. If it is one of depth or columns, `glu` is an op of its own: it
     takes whole sums of all columns, which are less to send than the weights."""
     if shard.count("k") == shard.count("u") == 1:
-        groups = groups_of_part(shard, groups, left.shape[0])
+        groups = groups_of_shard(shard, groups, left.shape[0])
         return call.run(left, right, groups, bias, row_weights)
-    gate_up = whole = _part(_without_glu(call), shard, left, right, groups, bias, None)
+    gate_up = whole = _local(_without_glu(call), shard, left, right, groups, bias, None)
     if axes := shard.mesh_axes.get("u"):
         whole = jax.lax.all_gather(gate_up, axes, axis=1, tiled=True)
     apart = glu.of(call.implementation, spec=call.options["spec"])
     return gate_up, apart.run(whole, None, row_weights)
 
 
-def _letters_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
+def _dims_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
     of_weights = "guk" if transposed else "gku"
-    return ("rk", of_weights, letters_of_groups, "gu", "r"), ("ru", "rw"), "rku"
+    return ("rk", of_weights, dims_of_groups, "gu", "r"), ("ru", "rw"), "rku"
 
 
 # Multiplies as `ragged_dot` does, and applies `glu` to the result, gate and up; returns both. The
@@ -222,9 +222,9 @@ def _letters_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
 # weights, groups, biases or None, row weights or None.
 ragged_dot_glu = Op(
     "ragged_dot_glu",
-    letters=_letters_with_glu,
+    dims=_dims_with_glu,
     derivative=_derivative_with_glu,
-    part=_part_with_glu,
+    local=_local_with_glu,
     kernels=any_gpu.ragged_dot_glu,
     xla=reference.ragged_dot_glu_reference,
 )
@@ -232,11 +232,11 @@ ragged_dot_glu = Op(
 # Sums left × right over the rows of each group. Operands: left, right, groups.
 group_outer = Op(
     "group_outer",
-    arguments=("rk", "rn", letters_of_groups),
+    arguments=("rk", "rn", dims_of_groups),
     results="gkn",
-    cut="rkn",
+    shardable="rkn",
     derivative=_derivative,
-    part=_part,
+    local=_local,
     kernels=any_gpu.group_outer,
     xla=reference.group_outer_reference,
 )
@@ -276,10 +276,10 @@ def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) ->
     return linear.call(along, back, (groups, held), moving, out)
 
 
-def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) -> jax.Array:
-    """Runs an op on a device's part; partial sums are added up before they are rounded."""
+def _local_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) -> jax.Array:
+    """Runs an op on a device's shard; partial sums are added up before they are rounded."""
     num_rows = call.options["num_rows"] // shard.count("r")
-    groups = groups_of_part(shard, groups, num_rows)
+    groups = groups_of_shard(shard, groups, num_rows)
     summed = {"group_sum": "r", "bias_products": "n"}.get(call.op.name)
     if summed is None or shard.count(summed) == 1:
         return call.like(num_rows=num_rows).run(first, groups, second)
@@ -288,23 +288,23 @@ def _part_of_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any
     return shard.sum(summed, wide.run(first, groups, second)).astype(dtype)
 
 
-_bias_op = functools.partial(Op, derivative=_bias_derivative, part=_part_of_bias)
+_bias_op = functools.partial(Op, derivative=_bias_derivative, local=_local_bias)
 
 # Returns each row's bias, times its weight. Operands: biases, groups, weights or None.
 spread_bias = _bias_op(
     "spread_bias",
-    arguments=("gn", letters_of_groups, "r"),
+    arguments=("gn", dims_of_groups, "r"),
     results="rn",
-    cut="n",
+    shardable="n",
     xla=reference.spread_bias_reference,
 )
 
 # Sums the rows of each group, times their weights. Operands: rows, groups, weights or None.
 group_sum = _bias_op(
     "group_sum",
-    arguments=("rn", letters_of_groups, "r"),
+    arguments=("rn", dims_of_groups, "r"),
     results="gn",
-    cut="rn",
+    shardable="rn",
     kernels=any_gpu.group_sum,
     xla=reference.group_sum_reference,
 )
@@ -312,14 +312,14 @@ group_sum = _bias_op(
 # Returns each row's dot product with its bias. Operands: rows, groups, biases.
 bias_products = _bias_op(
     "bias_products",
-    arguments=("rn", letters_of_groups, "gn"),
+    arguments=("rn", dims_of_groups, "gn"),
     results="r",
-    cut="rn",
+    shardable="rn",
     xla=reference.bias_products_reference,
 )
 
 
-def _part_of_bias_gradients(
+def _local_bias_gradients(
     call: Call, shard: Shard, rows: Any, groups: Groups, weights: Any, bias: Any
 ) -> tuple[jax.Array, jax.Array]:
     num_rows, dtypes = rows.shape[0], call.options["dtypes"]
@@ -328,7 +328,7 @@ def _part_of_bias_gradients(
         for dtype, summed in zip(dtypes, "rn", strict=True)
     )
     run = call.like(num_rows=num_rows, dtypes=wide).run
-    found = run(rows, groups_of_part(shard, groups, num_rows), weights, bias)
+    found = run(rows, groups_of_shard(shard, groups, num_rows), weights, bias)
     d_bias, d_weights = map(shard.sum, "rn", found)
     return d_bias.astype(dtypes[0]), d_weights.astype(dtypes[1])
 
@@ -336,13 +336,13 @@ def _part_of_bias_gradients(
 # Runs group_sum and bias_products in one read. Operands: rows, groups, weights, biases.
 bias_gradients = Op(
     "bias_gradients",
-    arguments=("rn", letters_of_groups, "r", "gn"),
+    arguments=("rn", dims_of_groups, "r", "gn"),
     results=("gn", "r"),
-    cut="rn",
+    shardable="rn",
     kernels=any_gpu.bias_gradients,
     xla=reference.bias_gradients_reference,
     derivative="xla",
-    part=_part_of_bias_gradients,
+    local=_local_bias_gradients,
 )
 
 # The operands of each bias op, and its result.

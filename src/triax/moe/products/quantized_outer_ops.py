@@ -8,7 +8,7 @@ import jax
 
 from triax.moe.products import quantized_outer as launchers
 from triax.moe.products import quantized_outer_reference as reference
-from triax.moe.products.ops import groups_of_part, letters_of_groups
+from triax.moe.products.ops import dims_of_groups, groups_of_shard
 from triax.moe.shared.ops import Call, Op, not_differentiable
 from triax.sharding.splits import Shard
 
@@ -18,7 +18,7 @@ _derivative = not_differentiable(
 )
 
 
-def _part(
+def _local(
     call: Call,
     shard: Shard,
     left: Any,
@@ -27,8 +27,8 @@ def _part(
     right_source: Any,
     groups: Any,
 ) -> jax.Array:
-    """Multiplies a part of the rows, with its own scales, and sums the parts' products."""
-    groups = groups_of_part(shard, groups, reference.num_rows(left, left_source))
+    """Multiplies a shard of the rows, with its own scales, and sums the shards' products."""
+    groups = groups_of_shard(shard, groups, reference.num_rows(left, left_source))
     options = call.options["options"]
     if shard.count("r") == 1:
         return call.run(left, right, left_source, right_source, groups)
@@ -37,20 +37,20 @@ def _part(
     return shard.sum("r", sums).astype(options.dtype)
 
 
-def _letters(left: Any, right: Any, left_source: Any, right_source: Any, *_: Any, **__: Any) -> Any:
+def _dims(left: Any, right: Any, left_source: Any, right_source: Any, *_: Any, **__: Any) -> Any:
     """Gives the rows of a side with a source their own letter: every device needs all of them."""
     of_left = "tk" if left_source is not None else "rk"
     of_right = "un" if right_source is not None else "rn"
-    return (of_left, of_right, "r", "r", letters_of_groups), "gkn", "rkn"
+    return (of_left, of_right, "r", "r", dims_of_groups), "gkn", "rkn"
 
 
 # Sums left × right over the rows of each group, both in 8 bits with a scale for each group and
 # column. Operands: left, right, the sources of their rows, groups.
 quantized_outer = Op(
     "quantized_outer",
-    letters=_letters,
+    dims=_dims,
     derivative=_derivative,
-    part=_part,
+    local=_local,
     kernels=launchers.quantized_outer,
     xla=reference.quantized_outer_reference,
 )

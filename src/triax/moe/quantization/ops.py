@@ -21,22 +21,22 @@ _derivative = not_differentiable(
 )
 
 
-def _letters(
+def _dims(
     array: jax.Array, *, block: tuple[int, ...], transposed: bool, dtype: np.dtype, **_: Any
 ) -> Any:
-    """Allows cuts along the dimensions where blocks have size one."""
+    """Allows shards along the dimensions where blocks have size one."""
     # `_` stands for a dimension that every device needs whole.
     one = [of == 1 for of in block]
     if dtype in PACKED:  # pairs along the last stored dimension share a byte
         one[-2 if transposed else -1] = False
-    letters = "".join(n if o else "_" for n, o in zip(string.ascii_lowercase, one, strict=False))
-    results = "".join(swapped(letters)) if transposed else letters
-    return (letters,), (results, results), letters.replace("_", "")
+    dims = "".join(n if o else "_" for n, o in zip(string.ascii_lowercase, one, strict=False))
+    results = "".join(swapped(dims)) if transposed else dims
+    return (dims,), (results, results), dims.replace("_", "")
 
 
 quantize = Op(
     "quantize",
-    letters=_letters,
+    dims=_dims,
     kernels=launchers.quantize,
     xla=reference.quantize_reference,
     derivative=_derivative,

@@ -35,7 +35,7 @@ route = Op(
     "route",
     arguments=("te", "e"),  # logits, bias
     results=("tk", "tk"),
-    cut="t",
+    shardable="t",
     kernels=launchers.route,
     xla=reference.route_reference,
     derivative=_derivative,
@@ -45,7 +45,7 @@ route_grad = Op(
     "route_grad",
     arguments=("te", "tk", "tk"),  # logits, experts, the gradient of the weights
     results="te",
-    cut="t",
+    shardable="t",
     kernels=launchers.route_grad,
     xla=reference.route_grad_reference,
     derivative="xla",  # second derivatives are rare

@@ -6,9 +6,9 @@ The life of a call, from left to right; no layer knows the layers before it:
     checks and      one primitive,     result types,    the bridge: a kernel
     names           named after it     grid, config     in a program
 
-An `Op` is declared in its folder's `ops.py`: its name, the letters of its shapes, its two
-implementations (kernels on CUDA, plain JAX elsewhere), its derivative, and which letters may be cut
-over devices. A call binds the op's primitive, whose rules follow from the declaration
+An `Op` is declared in its folder's `ops.py`: its name, the dimensions of its arrays, its two
+implementations (kernels on CUDA, plain JAX elsewhere), its derivative, and which of them may
+be sharded over devices. A call binds the op's primitive, whose rules follow from the declaration
 (`triax.sharding.ops`). Lowering keeps one implementation, by platform (`implementation`). An op's
 derivative consists of ops and linear functions, so that derivatives of any order exist, forward and
 reverse.
@@ -25,7 +25,7 @@ import jax
 from triax.errors import DifferentiationError
 from triax.moe.shared import implementation as implementations
 from triax.sharding import explicit, linear, ops
-from triax.sharding.splits import Letters, Split
+from triax.sharding.splits import Dims, Split
 
 Function = Callable[..., Any]
 
@@ -44,7 +44,7 @@ class Op:
 
     Args:
       name: its name in jaxprs, programs and profiles, after "triax_".
-      arguments, results: their `Letters`; equal letters mean equal sizes.
+      arguments, results: their `Dims`; one letter stands for one size.
       xla: ``xla(*arguments, **options)`` in plain JAX.
       kernels: ``kernels(*arguments, implementation=…, **options)``, the same by `triton_call`. None
         for an op that is composed of other ops: its `xla` gets `implementation`, too.
@@ -53,14 +53,14 @@ class Op:
         that it returns like `results`; a tangent that is zero is None. With "xla" JAX
         differentiates `xla`, for an op whose derivative needs no kernel. None is for an op with
         integer results.
-      cut: the letters that may be cut over devices. Batches under `jax.vmap` always may.
-      part: ``part(call, shard, *arguments)`` runs the op on one device's part of the arguments; by
-        default it is ``call.run(*arguments)``. If a letter of `cut` is in no result, `part` must
-        add up the devices' results over that letter.
+      shardable: the dimensions that may be sharded over devices; batches of `jax.vmap` always may.
+      local: ``local(call, shard, *arguments)`` runs the op on one device's shard of the arguments;
+        by default it is ``call.run(*arguments)``. If no result has a dimension of `shardable`,
+        `local` must add up the devices' results over it.
       any_bits: whether the kernels only move bits, so that the GPU need not support the dtypes.
-      inline: whether the op only adds a derivative to other ops. Each of these is then cut over
-        devices for itself, and this op needs no letters and no `cut`.
-      letters: ``letters(*arguments, **options)`` returns `arguments`, `results` and `cut` of one
+      inline: whether the op only adds a derivative to other ops. Each of these is then sharded
+        for itself, and this op needs no dimensions and no `shardable`.
+      dims: ``dims(*arguments, **options)`` returns `arguments`, `results` and `shardable` of one
         call, for an op in which they differ from call to call.
     """
 
@@ -68,21 +68,21 @@ class Op:
         self,
         name: str,
         *,
-        arguments: Sequence[Letters] = (),
-        results: Letters | tuple[Letters, ...] = (),
+        arguments: Sequence[Dims] = (),
+        results: Dims | tuple[Dims, ...] = (),
         xla: Function,
         kernels: Function | None = None,
         derivative: Function | Literal["xla"] | None = None,
-        cut: str = "",
-        part: Function | None = None,
+        shardable: str = "",
+        local: Function | None = None,
         any_bits: bool = False,
         inline: bool = False,
-        letters: Function | None = None,
+        dims: Function | None = None,
     ):
         self.name, self.xla, self.kernels, self.any_bits = name, xla, kernels, any_bits
-        self.arguments, self.part = tuple(arguments), part
+        self.arguments, self.local = tuple(arguments), local
         self.derivative, self.inline = derivative, inline
-        self.letters = letters or (lambda *_, **__: (self.arguments, results, cut))
+        self.dims = dims or (lambda *_, **__: (self.arguments, results, shardable))
         self.primitive = ops.primitive(f"triax_{name}")
         self._calls = functools.lru_cache(maxsize=1024)(self._call)  # bounded: options may be sizes
 
@@ -101,7 +101,7 @@ class Call:
     """An op with its options: a function of pytrees of arrays.
 
     Attributes:
-      run: the implementation without JAX's rules, for one device's part.
+      run: the implementation without JAX's rules, for one device's shard.
     """
 
     def __init__(self, op: Op, implementation: str | None, options: dict[str, Any]):
@@ -138,9 +138,9 @@ class Call:
         )
 
     def _split(self, arguments: Sequence[Any]) -> Split:
-        letters, results, cut = self.op.letters(*arguments, **self.options)
-        part = self.op.part or (lambda call, shard, *part: call.run(*part))
-        return Split(letters, results, cut, functools.partial(part, self))
+        dims, results, shardable = self.op.dims(*arguments, **self.options)
+        local = self.op.local or (lambda call, shard, *arguments: call.run(*arguments))
+        return Split(dims, results, shardable, functools.partial(local, self))
 
     def _rule(
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]
