@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 
 class Opaque(NamedTuple):
-    """A custom call's payload: the kernel's name to show, and for each config that XLA may run the
-    entry name, the PTX, the grid, the bytes zeroed for each array parameter, and a program's bytes
-    of shared memory and warps.
+    """A custom call's payload. Most fields have an entry for each config that XLA may run.
 
-    `saved` are the buffers that run-time tuning saves, as triples of input buffer, other buffer and
-    bytes; buffers are numbered over inputs followed by outputs.
+    Attributes:
+      kernel: the kernel's name to show.
+      entries, ptx, grid, shared_bytes, num_warps: of each config; memory and warps of a program.
+      zeroed_bytes: of each config, the bytes that are zeroed for each array parameter.
+      saved: the buffers that run-time tuning saves: (input buffer, other buffer, bytes). Buffers
+        are numbered over inputs followed by outputs.
     """
 
     kernel: str

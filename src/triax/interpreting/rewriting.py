@@ -32,8 +32,9 @@ class Rewriter:
         self._replaced = replaced
         # Keyed by identity: hashing a jitted function hashes its source and dependencies.
         self._functions: dict[int, tuple[JITFunction, Callable[..., Any]]] = {}
-        # Globals left out of functions' namespaces, so that reading one is a NameError, as it is
-        # for the compiler, which also lets a branch that is not taken name any global.
+        # Globals that the compiler refuses are left out of functions' namespaces, and kept here for
+        # the message. So only reading one is an error (a NameError): a branch that is not taken may
+        # name any global, as for the compiler.
         self._refused: dict[str, Any] = {}
 
     def function(self, jitted: JITFunction) -> Callable[..., Any]:

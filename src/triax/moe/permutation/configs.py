@@ -9,8 +9,8 @@ from triax.moe.shared import blocks
 _MAX_TOKENS = 256
 _MAX_ROW_ELEMENTS = 8 * 1024
 _MAX_ROW_BYTES = 32 * 1024
-# If a row's bytes are no multiple of this, an H200 writes two rows of a token at once faster than
-# one by one, but slower if a token has fewer than four.
+# If rows do not begin at multiples of this, an H200 is faster when a program writes two rows of a
+# token at once. With fewer than four rows for each token it is slower.
 _PIECE_BYTES = 256
 _LEAST_COPIES = 4
 # Maps with more slots are visited in steps, up to the last slot with a row: a map with a slot per

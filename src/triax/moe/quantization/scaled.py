@@ -23,7 +23,7 @@ from triax.sharding import explicit
 DTYPES = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8)))
 """The dtypes of 8-bit values."""
 FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
-"""The dtypes of 4-bit numbers' scales that are no powers of two; 8-bit numbers have the first."""
+"""The dtypes of scales that are no powers of two: 8-bit numbers have the first, 4-bit ones any."""
 Block = tuple[int | None, ...]
 _PARTS = "values", "scales", "zeros"
 _STATIC = "block", "transposed", "packed"
@@ -109,7 +109,7 @@ class ScaledArray:
 
     @property
     def scales_tiled(self) -> bool:
-        """Whether `tile` has reordered scales and zeros too: those of single columns' blocks."""
+        """Whether `tile` has reordered scales and zeros, too: it does if a column has several."""
         return self.tiled and _are_of_columns(self)
 
     @property
@@ -359,7 +359,7 @@ def tiled(name: str, array: ScaledArray) -> ScaledArray:
 
 
 def _are_of_columns(array: ScaledArray) -> bool:
-    """Whether the scales are of single columns, as they are stored, and of parts of these."""
+    """Whether each stored column has several scales of its own, each for a part of the column."""
     *_, columns, deep = stored_block(array)
     return columns == 1 and num_blocks(array._stored()[-1:], (deep,))[0] > 1
 

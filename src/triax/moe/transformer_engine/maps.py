@@ -171,7 +171,7 @@ def token_combine(
         num_dropped=jnp.zeros((), jnp.int32),
         num_rows=rows.shape[0],
         num_experts=sizes.shape[0],
-        # To `unpermute`, 1 means that there are no pad rows, and any larger number the same.
+        # `unpermute` only asks whether this is 1, which means that there are no pad rows.
         align_size=1 if pad_offsets is None else 2,
     )
     weights = None
