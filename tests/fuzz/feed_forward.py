@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from tests.fuzz import routing
-from tests.fuzz.activations import ACTIVATIONS, apart, glu_of, joined
+from tests.fuzz.activations import ACTIVATIONS, Activation, apart, glu_of, joined
 from tests.fuzz.products import FLOATS, dot, group_sum, outer, swapped, with_bias
 from tests.moe import draws
 from tests.moe.bounds import Array, Near, exact, rounded, sum_unit
@@ -17,7 +18,7 @@ from tests.moe.permutation.case import back, move, summed
 from tests.moe.plans.case import plan_of, spans
 
 
-def feed_forward(rng: Rng, path: str) -> Case:
+def draw_feed_forward(rng: Rng, path: str) -> Case:
     small = path == "interpret"
     experts = one_of(rng, (1, 3, 5) if small else (1, 2, 5, 8, 16))
     slots = int(rng.integers(1, min(4, experts) + 1))
@@ -28,6 +29,25 @@ def feed_forward(rng: Rng, path: str) -> Case:
     transposed, biased, by_logits = (rng.random(3) < (0.4, 0.4, 0.5)).tolist()
     interleaved = bool(kind.gated and rng.random() < 0.4)
     router = routing.draw_spec(rng, experts, slots, plain=True)
+    sizes = (tokens, hidden, width)
+    options = (capacity, transposed, biased, by_logits, interleaved)
+    return feed_forward(path, sizes, router, kind, dtype, *options)
+
+
+def feed_forward(
+    path: str,
+    sizes: tuple[int, int, int],
+    router: routing.Spec,
+    kind: Activation,
+    dtype: np.dtype[Any],
+    capacity: int | None = None,
+    transposed: bool = False,
+    biased: bool = False,
+    by_logits: bool = True,
+    interleaved: bool = False,
+) -> Case:
+    """Of tokens, hidden and width."""
+    (tokens, hidden, width), experts, slots = sizes, router.experts, router.top_k
     columns = 2 * width if kind.gated else width
     biases = "b_gate_up=b_gate_up, b_down=b_down, " * biased
     call = (
@@ -122,7 +142,19 @@ def feed_forward(rng: Rng, path: str) -> Case:
             d_weights = d_weights + of_bias
         return wanted, Near(*(back(a, plan.row_of) for a in (d_weights.value, d_weights.error)))
 
-    return Case("feed_forward", path, call, results, draw, expect, tuple(gradients))
+    case = Case("feed_forward", path, call, results, draw, expect, tuple(gradients))
+    case.widest = "float32"
+    return case
 
 
-OPS = (feed_forward,)
+OPS = (draw_feed_forward,)
+NAMED = {
+    "feed_forward": functools.partial(
+        feed_forward,
+        sizes=(9, 16, 16),
+        router=routing.Spec(3, 2, "softmax", False, 1.0, None, biased=False),
+        kind=ACTIVATIONS[0],
+        dtype=np.dtype("float32"),
+        capacity=9,
+    )
+}

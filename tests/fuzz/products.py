@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,11 @@ def dense(
             "d_weights": swapped(d_weights) if transposed else d_weights,
         }
 
-    return Case("ragged_dot", path, f"{call}implementation=how)", ("out",), draw, expect, names)
+    case = Case("ragged_dot", path, f"{call}implementation=how)", ("out",), draw, expect, names)
+    case.widest = "float32"
+    case.kernels = ("ragged_dot", "ragged_dot_transposed", "group_outer")
+    case.kernels += ("ragged_dot_schedule",) * 3
+    return case
 
 
 def poison(rng: Rng, arrays: Arrays, groups: list[slice], special: bool) -> None:
@@ -182,3 +187,4 @@ def poison(rng: Rng, arrays: Arrays, groups: list[slice], special: bool) -> None
 
 
 OPS = (plain,)
+NAMED = {"ragged_dot": functools.partial(dense, sizes=(30, 16, 16, 3), dtype=np.dtype("float32"))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -199,12 +200,16 @@ def draw_spec(rng: Rng, experts: int, top_k: int, plain: bool = False) -> Spec:
     return Spec(experts, top_k, score, normalize, scale, groups, not plain and rng.random() < 0.4)
 
 
-def route(rng: Rng, path: str) -> Case:
+def draw_route(rng: Rng, path: str) -> Case:
     experts = one_of(rng, (1, 4, 8, 24) if path == "interpret" else (1, 2, 8, 24, 60, 128, 256))
     top_k = int(rng.integers(1, min(8, experts) + 1))
     tokens = int(rng.integers(1, 30 if path == "interpret" else 150))
     spec = draw_spec(rng, experts, top_k)
-    dtype = np.dtype(one_of(rng, ("float32", "float32", "bfloat16")))
+    return route(path, spec, tokens, np.dtype(one_of(rng, ("float32", "float32", "bfloat16"))))
+
+
+def route(path: str, spec: Spec, tokens: int, dtype: np.dtype[Any]) -> Case:
+    experts, top_k = spec.experts, spec.top_k
     call = f"moe.route(logits, {spec.source}implementation=how)"
     gradients = ("logits",) if spec.normalize in (True, False) else ()
 
@@ -235,7 +240,12 @@ def route(rng: Rng, path: str) -> Case:
             wanted["d_logits"] = Some(d_logits, known)
         return wanted
 
-    return Case("route", path, call, ("weights", "experts"), draw, expect, gradients)
+    case = Case("route", path, call, ("weights", "experts"), draw, expect, gradients)
+    case.widest = "float32"
+    case.kernels = ("route", "route_grad")
+    return case
 
 
-OPS = (route,)
+OPS = (draw_route,)
+_SPEC = Spec(12, 3, "sigmoid", True, 2.5, (3, 2, "top2"), biased=True)
+NAMED = {"route": functools.partial(route, spec=_SPEC, tokens=6, dtype=np.dtype("float32"))}

@@ -42,6 +42,8 @@ class Case:
         arrays and what was found.
       gradients: the arrays to differentiate by.
       names: what the source needs beside `moe`, `jnp` and `how`.
+      widest: the widest float that its kernels take.
+      kernels: those of it and its gradients on a GPU, for few pairs.
       is_checked: whether kernels must be free of races in the interpreter.
       is_derivative: whether its gradients are derivatives: not those of inputs that are wrong.
       form: of `tests.forms`, that all runs of a batch go through together; "" is `jit` alone.
@@ -56,6 +58,8 @@ class Case:
     expect: Callable[[Arrays, Arrays], dict[str, Any]]
     gradients: tuple[str, ...] = ()
     names: dict[str, Any] = dataclasses.field(default_factory=dict)
+    widest: str = "float64"
+    kernels: tuple[str, ...] = ()
     is_checked: bool = True
     is_derivative: bool = True
     form: str = ""

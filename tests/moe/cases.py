@@ -11,9 +11,16 @@ from tests.moe.draws import Rng
 from tests.moe.permutation import case as permutation
 from tests.moe.plans import case as plans
 
-NAMED: dict[str, Callable[[str], Case]] = {**permutation.NAMED, **chunk_sort.NAMED}
+NAMED: dict[str, Callable[..., Case]] = {
+    **permutation.NAMED,
+    **chunk_sort.NAMED,
+    **products.NAMED,
+    **routing.NAMED,
+    **feed_forward.NAMED,
+}
+ORDINARY = [name for name in NAMED if "," not in name]
 # For a GPU: the interpreter would take too long.
-LARGE: dict[str, Callable[[str], Case]] = {**permutation.LARGE, **chunk_sort.LARGE}
+LARGE: dict[str, Callable[..., Case]] = {**permutation.LARGE, **chunk_sort.LARGE}
 RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *products.OPS,
     *scaled.OPS,

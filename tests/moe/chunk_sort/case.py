@@ -79,6 +79,7 @@ def sort_chunks(
 
     case = Case("sort_chunks_by_index", path, call, (*moved,), draw, expect, gradients)
     case.is_derivative = not is_wrong
+    case.kernels = ("chunk_maps", *["move_rows"] * (1 + bool(gradients)))
     return case
 
 
@@ -113,12 +114,13 @@ _SHAPES = {
 }
 _SMALL = _of(sort_chunks, rows=70, width=33, chunks=5)
 NAMED: dict[str, functools.partial[Case]] = {
-    f"chunks, {name}": of
+    f"chunks, {name}" if name else "chunks": of
     for name, of in (
         {
             name: _of(sort_chunks, rows=rows, width=width, chunks=chunks)
             for name, (rows, width, chunks) in _SHAPES.items()
         }
+        | {"": _SMALL}
         | {dtype: _of(_SMALL, dtype=dtype) for dtype in (*FLOATS[1:], "float64", "float8_e5m2")}
         | {dtype: _of(_SMALL, dtype=dtype) for dtype in ("int8", "uint16", "int32", "bool")}
         | {f"probs in {dtype}": _of(_SMALL, probs=dtype) for dtype in ("", *FLOATS[1:])}

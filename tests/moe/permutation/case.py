@@ -120,7 +120,8 @@ def permute(
     """`weights` and `scales` are dtypes, or "" for none."""
     dtype, plan = np.dtype(dtype), Moved(sizes, damage)
     differentiates = jnp.issubdtype(dtype, jnp.floating)
-    gradients = ("x",) * differentiates + ("weights",) * bool(weights)
+    is_scaled = bool(scales) and np.dtype(scales).itemsize > 1
+    gradients = ("x",) * differentiates + ("weights",) * bool(weights) + ("scales",) * is_scaled
     options = "weights=weights, " * bool(weights) + "scales=scales, " * bool(scales)
     call = f"moe.permute(x, {plan.source}, {options}implementation=how)"
     moved = {"rows": "x"} | ({"weights": "weights"} if weights else {})
@@ -141,6 +142,9 @@ def permute(
             arrays["g_weights"][empty] = np.nan
         if scales:
             arrays["scales"] = draws.bits(rng, (sizes.tokens, 3), scales)
+        if is_scaled:
+            arrays["g_scales"] = draws.values(rng, (sizes.rows, 3), scales)
+            arrays["g_scales"][empty] = np.nan
         return arrays
 
     def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
@@ -153,9 +157,13 @@ def permute(
             wanted["d_x"] = rounded(summed(exact(arrays["g_rows"]), row_of), dtype)
         if weights:
             wanted["d_weights"] = back(arrays["g_weights"], row_of)
+        if is_scaled:
+            wanted["d_scales"] = rounded(summed(exact(arrays["g_scales"]), row_of), scales)
         return wanted
 
-    return _case("permute", path, plan, call, (*moved,), draw, expect, gradients)
+    case = _case("permute", path, plan, call, (*moved,), draw, expect, gradients)
+    case.kernels = ("place_few_pairs", "permute", *["unpermute"] * (1 + is_scaled))
+    return case
 
 
 def unpermute(
@@ -211,7 +219,9 @@ def unpermute(
             "d_weights": rounded(products, arrays["weights"].dtype),
         }
 
-    return _case("unpermute", path, plan, call, ("out",), draw, expect, gradients)
+    case = _case("unpermute", path, plan, call, ("out",), draw, expect, gradients)
+    case.kernels = ("place_few_pairs", "unpermute", "unpermute_grad" if weights else "permute")
+    return case
 
 
 def draw_permute(rng: Rng, path: str) -> Case:
@@ -285,6 +295,8 @@ NAMED: dict[str, functools.partial[Case]] = {
     for op in (permute, unpermute)
     for name, settings in _SETTINGS.items()
 } | {
+    "permute": functools.partial(permute, **_SMALL),
+    "unpermute": functools.partial(unpermute, **_SMALL),
     "permute, scales in powers of two": functools.partial(
         permute, **_SMALL, scales="float8_e8m0fnu"
     ),
