@@ -34,8 +34,8 @@ from benchmarks.harness.streams import Stream, find_limit
 from benchmarks.harness.timing import in_turn, median_us
 from triax import moe
 from triax.benchmark import BURSTS, REST_S
+from triax.moe.products import any_gpu_gradients
 from triax.moe.products import ops as products
-from triax.moe.products import quantized_outer as launchers
 from triax.moe.products import quantized_outer_ops as outer
 from triax.moe.products.options import FAST_SUMS as FAST
 from triax.moe.products.options import Groups, Options
@@ -148,13 +148,15 @@ def outer_programs(sides, sizes):
     groups = Groups(sizes)
 
     def rounded(sides):
-        bounds = launchers.group_bounds(groups, len(sides[0]), "triton")
-        return *(launchers.quantize_groups(a, bounds, dtype=e4m3, **how) for a in sides), bounds
+        bounds = any_gpu_gradients.group_bounds(groups, len(sides[0]), "triton")
+        return *(
+            any_gpu_gradients.quantize_groups(a, bounds, dtype=e4m3, **how) for a in sides
+        ), bounds
 
     def multiplied(given, precision):
         shape = len(sizes), *(side.shape[1] for side in sides)
         return for_target(
-            launchers.multiply,
+            any_gpu_gradients.multiply,
             *given,
             out_type=jax.ShapeDtypeStruct(shape, bfloat16),
             options=Options(bfloat16, precision),

@@ -12,13 +12,13 @@ import pytest
 from tests.gpu.references import on_cpu
 from tests.gpu.test_ragged_dot import spans
 from tests.moe import flat
+from tests.moe.products.chosen import without
 from tests.moe.quantization.oracle import exactly
 from triax import moe
-from triax.moe.products import quantized_outer as launchers
-from triax.moe.products import sm90_8_bits
+from triax.moe.products import any_gpu_gradients
+from triax.moe.products.any_gpu_configs import TILE
 from triax.moe.products.options import Groups
 from triax.moe.products.quantized_outer_api import quantized_outer
-from triax.moe.products.quantized_outer_configs import TILE
 from triax.moe.products.reference import group_of_rows
 from triax.moe.quantization.reference import quantize_groups_reference
 from triax.moe.quantization.scaled import ScaledArray
@@ -67,7 +67,7 @@ def error(found, wanted):
 )
 @pytest.mark.parametrize("sizes", ["uneven", "wrong"])
 @pytest.mark.parametrize("scaling", BLOCKS)
-def test_the_kernel_of_float32_sums_and_its_twin(monkeypatch, scaling, sizes, shape, result, dtype):
+def test_the_kernel_of_float32_sums_and_its_twin(scaling, sizes, shape, result, dtype):
     """The one in Gluon, which is not interpreted, has the bits of the one that is.
 
     With the most columns a program has several tiles of one product each, so stores are close.
@@ -89,8 +89,9 @@ def test_the_kernel_of_float32_sums_and_its_twin(monkeypatch, scaling, sizes, sh
         return whole, jax.jit(some)(rows)
 
     found = run(1)
-    monkeypatch.setattr(sm90_8_bits, "suit", lambda *_, **__: False)
-    for one, other in zip(found, run(1), strict=True):
+    with without("sm90_8_bits"):
+        twin = run(1)
+    for one, other in zip(found, twin, strict=True):
         assert_same_bits(one, other)
     assert np.any(np.asarray(found[0]))
 
@@ -226,9 +227,9 @@ def test_groups_in_8_bits(sizes, to, dtype):
 
     @jax.jit
     def run(rows):
-        bounds = launchers.group_bounds(groups, num_rows, "triton")
+        bounds = any_gpu_gradients.group_bounds(groups, num_rows, "triton")
         how = {"dtype": jnp.dtype(to), "implementation": "triton"}
-        return launchers.quantize_groups(rows, bounds, **how)
+        return any_gpu_gradients.quantize_groups(rows, bounds, **how)
 
     poison(4 * rows.nbytes)
     values, scales = run(rows)

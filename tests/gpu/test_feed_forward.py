@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +9,8 @@ import pytest
 
 from tests.moe import flat
 from tests.moe.layer.test_feed_forward import CASES, check_against_dense, draw
+from tests.moe.products.chosen import without
 from triax import moe
-from triax.moe.products import sm90_16_bits
 from triax.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +69,7 @@ def test_activation_in_the_first_products_kernel(
         return out, pull(jnp.cos(out))
 
     found = jax.jit(run)(x, logits, *weights)
-    with mock.patch.object(sm90_16_bits, "suit", return_value=False):
+    with without("sm90_16_bits"):
         wanted = jax.jit(lambda *args: run(*args))(x, logits, *weights)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.any(np.asarray(b))

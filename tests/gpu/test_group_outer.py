@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.gpu.test_ragged_dot import SIZES, TOLERANCE, spans
+from tests.moe.products.chosen import without
 from tests.moe.products.test_programs import kernels
-from triax.moe.products import ops, sm90_16_bits
+from triax.moe.products import ops
 from triax.moe.products.options import Groups, Options
 from triax.testing import assert_same_bits
 
@@ -41,7 +40,7 @@ def run(left, right, groups, dtype):
 def both(*operands):
     """What the kernel in Gluon computes: Triton's bits, if both multiply in warp groups."""
     found, in_gluon = run(*operands)
-    with mock.patch.object(sm90_16_bits, "suit", return_value=False):
+    with without("sm90_16_bits"):
         wanted, not_there = run(*operands)
     if not in_gluon:
         pytest.skip("only for Hopper")

@@ -13,6 +13,8 @@ from triax import messages
 from triax.compat import ptxas, triton_private
 from triax.compat.ptxas import Resources
 from triax.emitting import reading
+from triax.moe.products import choose
+from triax.moe.products.choose import Choice
 from triax.tuning import policy
 from triax.tuning.store import Timing
 
@@ -86,10 +88,16 @@ class Explanation:
 
 
 class Explanations(list[Explanation]):
-    """A list that shows as text, and in a notebook as a table of calls and one of candidates."""
+    """A list that shows as text, and in a notebook as a table of calls and one of candidates.
+
+    `products` has the kernel that was chosen for each matmul of `triax.moe`, and what those that
+    come before it need.
+    """
+
+    products: tuple[Choice, ...] = ()
 
     def __repr__(self) -> str:
-        return "\n".join(map(str, self)) or "no Triton calls"
+        return "\n".join(map(str, [*self, *self.products])) or "no Triton calls"
 
     def _repr_html_(self) -> str:
         head = "kernel", "config", "source", "target", "grid", "aliases", "key"
@@ -97,6 +105,14 @@ class Explanations(list[Explanation]):
         timed = [(call.kernel, *times) for call in self for times in call._times()]
         if timed:
             tables.append(messages.html_table(("kernel", "candidate", "median"), timed))
+        chosen = [
+            (choice.product, choice.kernel, *need)
+            for choice in self.products
+            for need in choice.needs or [("", "")]
+        ]
+        if chosen:
+            columns = "product", "kernel", "not", "because that needs"
+            tables.append(messages.html_table(columns, chosen))
         return "".join(tables)
 
 
@@ -126,7 +142,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     # A new wrapper, because JAX caches traces by function, and an old trace may have another mode.
     fresh = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     jitted = function if hasattr(function, "trace") else fresh
-    lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    with choose.noted() as products:
+        lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
     if cut := reading.count_calls(lowered, "CustomSPMDPartitioning"):
         warnings.warn(
             f"{cut} functions are cut over devices when XLA compiles the program, and their "
@@ -136,6 +153,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
             stacklevel=2,
         )
     explanations = Explanations(map(_explanation, reading.triton_calls(lowered)))
+    explanations.products = tuple(products)
     if not explanations:
         triton_private.triton()  # without it `triax.moe` has no Triton calls, as on other platforms
     return explanations

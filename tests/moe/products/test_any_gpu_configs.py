@@ -8,7 +8,6 @@ import pytest
 
 from triax import architectures
 from triax.moe.products.any_gpu_configs import DotConfig, Itemsizes, OuterConfig, fit, shared_bytes
-from triax.moe.products.quantized_outer_configs import outer_config
 from triax.moe.shared.target import Target
 
 ARCHITECTURES = architectures.BY_CAPABILITY.values()
@@ -91,7 +90,10 @@ def test_configs_of_products(capability, rows, width, itemsizes, how, expected):
     [
         (90, 4096, FLOATS, EXACT, (64, 64, 32, 4, 3, False, 8)),
         (90, 20, FLOATS, EXACT, (32, 32, 32, 4, 3, False, 8)),
-        (90, 4096, EIGHT_BITS, TMA, (128, 256, 128, 8, 3, True, 8)),
+        (90, 4096, EIGHT_BITS, TMA, (128, 256, 128, 8, 3, True, 4)),
+        (90, 4096, EIGHT_BITS, {**TMA, "float32_sums": True}, (256, 128, 128, 8, 3, True, 8)),
+        (90, 4096, EIGHT_BITS, NO_TMA, (128, 128, 64, 8, 3, False, 8)),
+        (120, 4096, EIGHT_BITS, TMA, (128, 128, 128, 8, 3, True, 8)),
         (90, 4096, HALVES, TMA, (128, 256, 64, 8, 3, True, 8)),
         (90, 4096, FLOATS, TMA, (128, 128, 32, 8, 3, True, 8)),
         (90, 20, HALVES, TMA, (32, 32, 64, 8, 3, True, 8)),
@@ -129,8 +131,8 @@ def test_every_block_fits_every_card(architecture):
                     ]
             if itemsizes.left == itemsizes.right == 1:
                 for sums in (False, True):
-                    result = {"tma": tma, "float32_sums": sums}
-                    configs.append(outer_config(target, width, 4096, itemsizes.result, **result))
+                    how = {"exact": False, "tma": tma, "float32_sums": sums}
+                    configs.append(OuterConfig.heuristic(target, width, 4096, itemsizes, **how))
             for config in configs:
                 block = list(vars(config).values())[:3]
                 args = block, config.num_stages, architecture, itemsizes, tma

@@ -24,6 +24,7 @@ from triax.errors import ArgumentTypeError
 from triax.moe.products import few_rows
 from triax.moe.products.operands import parts
 from triax.moe.products.options import Groups, Options
+from triax.moe.products.product import RaggedDot
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import launching, target
 from triax.testing import assert_close, assert_same_bits, checked
@@ -107,12 +108,12 @@ def test_programs_find_the_tiles_of_the_schedule(monkeypatch, first, sizes):
     monkeypatch.setattr(few_rows, "launch", noted)
     groups = Groups(jnp.array(sizes, "int32"), None if first is None else jnp.int32(first))
     gpu = dataclasses.replace(target.INTERPRETER, compute_capability=90)
-    options = Options(jnp.dtype("bfloat16"), None)
+    options = Options(jnp.dtype("bfloat16"), None, share=0.6)  # 4 rows in a group
 
     def found():
-        x, w = map(parts, (rows, weights))
-        how = {"options": options, "implementation": "interpret"}
-        return few_rows.few_rows(gpu, 4, x, w, groups, None, None, **how)
+        operands = {"left": parts(rows), "right": parts(weights), "weights": weights}
+        how = {"transposed": True, "options": options, "implementation": "interpret"}
+        return few_rows.few_rows_of_tiles(RaggedDot(target=gpu, groups=groups, **operands, **how))
 
     with checked():
         of_sizes = jax.jit(found)()

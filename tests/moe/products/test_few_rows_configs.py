@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from triax import architectures
-from triax.moe.products.few_rows_configs import FewRowsConfig, TilesConfig
+from triax.moe.products.few_rows_configs import FewRowsConfig, FewRowsOfTilesConfig
 from triax.moe.shared.target import Target
 
 CARDS = [each for each in architectures.BY_CAPABILITY.values() if not each.multiplies_from_shared]
@@ -27,15 +27,15 @@ def block_bytes(config, packed):
 @pytest.mark.parametrize("card", CARDS, ids=lambda each: each.compute_capability)
 def test_as_many_stages_as_fit(card, packed):
     """Up to 4, of which one needs no memory. The smallest card has fewer for packed weights."""
-    choose = FewRowsConfig.for_packed if packed else FewRowsConfig.for_rows
     free = card.shared_bytes - 4096  # without barriers and scales
     for rows, columns, depth, scaled in itertools.product(
         (1, 8, 20, 40, 100, 250), (16, 4096), (64, 2880, 7168), (None, 32, 64, 128)
     ):
-        config = choose(card, rows, columns, depth, scaled)
+        shape = card, rows, columns, depth, scaled
+        config = FewRowsConfig.heuristic(*shape, tiled=False, eight=not packed)
         assert not config.permuted
         assert 16 <= config.block_rows <= max(16, min(64, 4 * rows))
-        same = FewRowsConfig.for_rows(card, rows, columns, depth, scaled)
+        same = FewRowsConfig.heuristic(*shape, tiled=False, eight=True)
         assert config.block_rows == same.block_rows
         each, once = block_bytes(config, packed)
         assert 2 <= config.num_stages <= 4
@@ -48,8 +48,9 @@ def test_as_many_stages_as_fit(card, packed):
 def test_blocks_with_two_scales_are_those_with_one(capability, rows):
     """With more warps where products from registers would leave too few of these."""
     shape = architectures.of(capability), rows, 4096, 2880
-    assert FewRowsConfig.for_rows(*shape, 32) == FewRowsConfig.for_rows(*shape, 64)
-    one, two = (FewRowsConfig.for_packed(*shape, scaled) for scaled in (64, 32))
+    config_of = functools.partial(FewRowsConfig.heuristic, *shape, tiled=False)
+    assert config_of(32, eight=True) == config_of(64, eight=True)
+    one, two = (config_of(scaled, eight=False) for scaled in (64, 32))
     warps = 8 if capability == 120 and rows >= 32 else one.num_warps
     assert two == dataclasses.replace(one, num_warps=warps)
 
@@ -57,48 +58,48 @@ def test_blocks_with_two_scales_are_those_with_one(capability, rows):
 @pytest.mark.parametrize(
     ("card", "rows", "tiles", "depth", "powers", "in_sum", "config"),
     [
-        (90, 4, 11520, 2880, True, False, TilesConfig(8, 1, 4)),
-        (90, 0, 720, 2880, True, False, TilesConfig(8, 2, 4)),
-        (90, 0, 1440, 2880, True, False, TilesConfig(8, 1, 4)),
-        (90, 0, 1440, 7168, True, False, TilesConfig(8, 2, 4)),
-        (90, 0, 360, 2880, False, True, TilesConfig(8, 4, 4)),
-        (90, 4, 2880, 2880, False, True, TilesConfig(8, 1, 3)),
-        (90, 8, 2048, 7168, True, False, TilesConfig(16, 1, 4)),
-        (90, 40, 2048, 7168, False, True, TilesConfig(32, 1, 3)),
-        (80, 60, 2048, 7168, False, False, TilesConfig(32, 1, 3)),
-        (80, 60, 2048, 7168, False, True, TilesConfig(16, 1, 4)),
+        (90, 4, 11520, 2880, True, False, FewRowsOfTilesConfig(8, 1, 4)),
+        (90, 0, 720, 2880, True, False, FewRowsOfTilesConfig(8, 2, 4)),
+        (90, 0, 1440, 2880, True, False, FewRowsOfTilesConfig(8, 1, 4)),
+        (90, 0, 1440, 7168, True, False, FewRowsOfTilesConfig(8, 2, 4)),
+        (90, 0, 360, 2880, False, True, FewRowsOfTilesConfig(8, 4, 4)),
+        (90, 4, 2880, 2880, False, True, FewRowsOfTilesConfig(8, 1, 3)),
+        (90, 8, 2048, 7168, True, False, FewRowsOfTilesConfig(16, 1, 4)),
+        (90, 40, 2048, 7168, False, True, FewRowsOfTilesConfig(32, 1, 3)),
+        (80, 60, 2048, 7168, False, False, FewRowsOfTilesConfig(32, 1, 3)),
+        (80, 60, 2048, 7168, False, True, FewRowsOfTilesConfig(16, 1, 4)),
     ],
 )
 def test_few_rows_of_tiles(card, rows, tiles, depth, powers, in_sum, config):
     gpu = Target(compute_capability=card, multiprocessors=132, tensor_maps=card >= 90)
     how = {"powers": powers, "in_sum": in_sum, "eight": False}
-    assert TilesConfig.heuristic(gpu, rows, tiles, depth, **how) == config
+    assert FewRowsOfTilesConfig.heuristic(gpu, rows, tiles, depth, **how) == config
     assert config.num_warps == config.split
 
 
 @pytest.mark.parametrize(
     ("rows", "tiles", "config"),
     [
-        (0, 360, TilesConfig(8, 4, 3)),
-        (0, 512, TilesConfig(8, 2, 3)),
-        (0, 11520, TilesConfig(8, 2, 3)),
-        (4, 11520, TilesConfig(8, 2, 3)),
-        (8, 2048, TilesConfig(16, 2, 3)),
-        (8, 11520, TilesConfig(16, 1, 3)),
-        (24, 2048, TilesConfig(32, 1, 3)),
+        (0, 360, FewRowsOfTilesConfig(8, 4, 3)),
+        (0, 512, FewRowsOfTilesConfig(8, 2, 3)),
+        (0, 11520, FewRowsOfTilesConfig(8, 2, 3)),
+        (4, 11520, FewRowsOfTilesConfig(8, 2, 3)),
+        (8, 2048, FewRowsOfTilesConfig(16, 2, 3)),
+        (8, 11520, FewRowsOfTilesConfig(16, 1, 3)),
+        (24, 2048, FewRowsOfTilesConfig(32, 1, 3)),
     ],
 )
 def test_few_rows_of_tiles_in_8_bits(rows, tiles, config):
     gpu = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
     how = {"powers": False, "in_sum": False, "eight": True}
-    assert TilesConfig.heuristic(gpu, rows, tiles, 7168, **how) == config
+    assert FewRowsOfTilesConfig.heuristic(gpu, rows, tiles, 7168, **how) == config
 
 
 def test_programs_find_few_tiles_of_few_rows():
     gpu = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
-    assert TilesConfig(8, 1, 3).finds_tiles(gpu, 24 * 132)
-    assert not TilesConfig(8, 1, 3).finds_tiles(gpu, 24 * 132 + 1)
-    assert not TilesConfig(16, 1, 3).finds_tiles(gpu, 1)
+    assert FewRowsOfTilesConfig(8, 1, 3).finds_tiles(gpu, 24 * 132)
+    assert not FewRowsOfTilesConfig(8, 1, 3).finds_tiles(gpu, 24 * 132 + 1)
+    assert not FewRowsOfTilesConfig(16, 1, 3).finds_tiles(gpu, 1)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +122,13 @@ def test_programs_find_few_tiles_of_few_rows():
 )
 def test_rows_past_those_of_tiles(eight, rows, scaled, config):
     """As many programs share a multiprocessor as registers and shared memory allow."""
-    of = FewRowsConfig.for_rows if eight else FewRowsConfig.for_packed
-    found = of(architectures.of(90), rows, 4096, 7168, scaled, tiled=True)
+    of = functools.partial(FewRowsConfig.heuristic, tiled=True, eight=eight)
+    found = of(architectures.of(90), rows, 4096, 7168, scaled)
     block_rows, columns, depth, stages, registers = config
     assert found == FewRowsConfig(
         block_rows, columns, depth, stages, True, programs=None, registers=registers
     )
-    on_blackwell = of(architectures.of(100), rows, 4096, 7168, scaled, tiled=True)
+    on_blackwell = of(architectures.of(100), rows, 4096, 7168, scaled)
     assert on_blackwell == dataclasses.replace(found, registers=None)
     weights = columns * depth // (1 if eight else 2)
     shared = stages * (2 * block_rows * depth + weights)
@@ -137,22 +138,24 @@ def test_rows_past_those_of_tiles(eight, rows, scaled, config):
 
 @pytest.mark.parametrize("tiled", [False, True])
 def test_a_block_has_one_scale_for_its_depth_or_two(tiled):
-    of = functools.partial(FewRowsConfig.for_rows, architectures.of(90), tiled=tiled)
+    how = {"tiled": tiled, "eight": True}
+    of = functools.partial(FewRowsConfig.heuristic, architectures.of(90), **how)
     assert [of(32, 4096, 7168, deep).block_depth for deep in (32, 64, 96, 128, 192, 256)] == [
         *(64, 64, 64, 128, 64, 128)
     ]
 
 
 def test_rows_of_tiles_where_products_are_from_registers():
-    assert FewRowsConfig.for_rows(
-        architectures.of(120), 100, 4096, 7168, None, tiled=True
+    assert FewRowsConfig.heuristic(
+        architectures.of(120), 100, 4096, 7168, None, tiled=True, eight=True
     ) == FewRowsConfig(64, 128, 64, 4, False)
 
 
 @pytest.mark.parametrize("capability", architectures.BY_CAPABILITY)
 def test_as_many_rows_of_tiles_as_are_fastest(capability):
     most = [
-        TilesConfig.most_rows(architectures.of(capability), scaled) for scaled in (None, 32, 64, 96)
+        FewRowsOfTilesConfig.most_rows(architectures.of(capability), scaled)
+        for scaled in (None, 32, 64, 96)
     ]
     if capability == 75:  # no products of bfloat16
         assert most == [0] * 4

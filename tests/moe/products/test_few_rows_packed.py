@@ -312,7 +312,7 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, tiled, way):
         assert not re.search(r"st\.shared|stmatrix", ptx[products[0] : last])
         return
     if not jax_private.supports_tensor_maps():
-        with pytest.warns(UserWarning, match="needs JAX 0.11.1"):
+        with pytest.warns(UserWarning, match="need JAX 0.11.1"):
             ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
         assert "_few_rows_kernel" not in ptx
         return

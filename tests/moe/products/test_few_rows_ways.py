@@ -184,7 +184,7 @@ def test_a_warning_says_what_keeps_weights_in_memory(way, card, dtype, weights, 
     assert which == "in memory"
     shape = f"int4[4,{weights.shape[1]},96] with scales for blocks {weights.block}"
     assert f"ragged_dot dequantizes its weights, {shape}, in memory in every call" in told
-    assert f"registers needs {needs}" in told
+    assert f"registers need {needs}" in told
     assert "`weights.dequantize(jnp.bfloat16)`" in told
 
 
@@ -194,7 +194,10 @@ def test_tiles_need_no_tma(way, weights):
     assert way(80, 64 * GROUPS, "bfloat16", tiled) == ("in registers", [])
     which, (told,) = way(80, 65 * GROUPS, "bfloat16", tiled)
     assert which == "in memory"
-    assert "weights in tiles (`weights.tile()`) and at most 64 rows for each group" in told
+    assert (
+        "registers need TMA, from Hopper on, or at most 64 rows for each group on average. If"
+        in told
+    )
     assert way(90, 65 * GROUPS, "bfloat16", tiled) == ("in registers", [])
 
 
@@ -211,7 +214,7 @@ def test_tiles_of_8_bits_are_undone_where_that_helps(way):
 def test_old_jaxlibs_are_named(way, monkeypatch):
     monkeypatch.setattr(jax_private, "supports_tensor_maps", lambda: False)
     _, (told,) = way(90, FEW, "bfloat16", SUITABLE_4[0])
-    assert "needs JAX 0.11.1 or later" in told
+    assert "registers need JAX 0.11.1 or later, or weights in tiles" in told
 
 
 def test_cards_without_a_type_warn(way):

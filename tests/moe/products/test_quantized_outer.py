@@ -15,10 +15,10 @@ from tests.moe.products import oracle
 from tests.moe.products.test_ragged_dot import PATHS, as_sizes
 from tests.moe.quantization.oracle import draw, expected
 from triax.errors import DifferentiationError
-from triax.moe.products import quantized_outer as launchers
+from triax.moe.products import any_gpu_gradients
+from triax.moe.products.any_gpu_configs import TILE
 from triax.moe.products.options import Groups
 from triax.moe.products.quantized_outer_api import quantized_outer
-from triax.moe.products.quantized_outer_configs import TILE
 from triax.moe.products.reference import group_of_rows
 from triax.moe.quantization.reference import quantize_groups_reference
 from triax.moe.shared import target
@@ -92,8 +92,8 @@ def test_bits(sizes, dtype, to):
     groups = Groups(jnp.asarray(as_sizes(sizes)))
     poison(8 * rows.nbytes)
     with checked():
-        bounds = launchers.group_bounds(groups, ROWS, "interpret")
-        values, scales = launchers.quantize_groups(
+        bounds = any_gpu_gradients.group_bounds(groups, ROWS, "interpret")
+        values, scales = any_gpu_gradients.quantize_groups(
             jnp.asarray(rows), bounds, dtype=jnp.dtype(to), implementation="interpret"
         )
     plain_values, plain_scales = quantize_groups_reference(

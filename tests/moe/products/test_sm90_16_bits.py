@@ -20,6 +20,7 @@ from triax.moe.activations import ops as of_glu
 from triax.moe.products import ops, sm90_16_bits
 from triax.moe.products.operands import Parts
 from triax.moe.products.options import Groups, Options
+from triax.moe.products.product import RaggedDot
 from triax.moe.shared.target import Target
 from triax.testing import assert_close, assert_same_bits
 
@@ -124,11 +125,13 @@ def test_the_gradient_of_weights(monkeypatch, arch, how, found):
         assert text.count("wgmma.mma_async") == 8
 
 
-def suits(rows=(4000, 512), weights=(2, 512, 400), target=HOPPER, columns=400, scales=None, **how):
-    options = Options(jnp.dtype(how.pop("out", HALF)), None, how.pop("share", 1.0))
-    x, w = Parts(shape(*rows), scales), Parts(shape(*weights, dtype=how.pop("dtype", HALF)))
-    how = how.pop("implementation", None)
-    return sm90_16_bits.suit(target, x, w, weights[0], columns, options, how)
+def suits(rows=(4000, 512), columns=400, scales=None, out=HALF, share=1.0, dtype=HALF, **how):
+    x, w = Parts(shape(*rows), scales), Parts(shape(2, rows[1], columns, dtype=dtype))
+    given = {"target": HOPPER, "transposed": False, "implementation": None} | how
+    operands = {"left": x, "right": w, "weights": w.values}
+    operands["groups"] = Groups(shape(2, dtype="int32"))
+    options = Options(jnp.dtype(out), None, share)
+    return sm90_16_bits.needs(RaggedDot(**operands, options=options, **given)) is None
 
 
 def test_what_suits(monkeypatch):
@@ -139,6 +142,8 @@ def test_what_suits(monkeypatch):
     assert not suits(rows=(130, 512), share=0.5)
     assert not suits(rows=(4000, 500))  # rows that begin at no multiple of 16 bytes
     assert not suits(columns=128)
+    assert suits(bias=shape(2, 400))
+    assert not suits(columns=404, bias=shape(2, 404))
     assert not suits(scales=0)
     assert not suits(dtype="float16")
     assert not suits(out="float32")

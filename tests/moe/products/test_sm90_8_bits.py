@@ -13,7 +13,8 @@ from triax import moe
 from triax.compat import jax_private, versions
 from triax.moe.products import sm90_8_bits
 from triax.moe.products.operands import Parts
-from triax.moe.products.options import Options
+from triax.moe.products.options import Groups, Options
+from triax.moe.products.product import RaggedDot
 from triax.moe.shared.target import Target
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -78,15 +79,16 @@ def test_others_do_not(monkeypatch, arch, how):
     assert takes_turns(ptx_of(**how)) == 0
 
 
-def suits(rows=(4000, 512), weights=(2, 400, 512), target=HOPPER, bias=None, each=128, **how):
+def suits(rows=(4000, 512), weights=(2, 400, 512), precision=None, **how):
     x, w = (
         Parts(shape(*of), how.pop(f"{name}_scales", 0), how.pop(f"{name}_deep", 128), wide)
         for name, of, wide in (("row", rows, None), ("weight", weights, how.pop("wide", 128)))
     )
-    options = Options(jnp.dtype("bfloat16"), None)
-    return sm90_8_bits.suit(
-        target, x, w, bias, each, **{"implementation": None, "options": options} | how
-    )
+    given = {"target": HOPPER, "transposed": True, "implementation": None} | how
+    groups = Groups(shape(weights[0], dtype="int32"))
+    options = Options(jnp.dtype("bfloat16"), precision)
+    operands = {"left": x, "right": w, "weights": w.values, "groups": groups}
+    return sm90_8_bits.needs(RaggedDot(**operands, options=options, **given)) is None
 
 
 def test_what_suits(monkeypatch):
@@ -95,16 +97,21 @@ def test_what_suits(monkeypatch):
     assert suits(rows=(2**28, 512))
     # Offsets of scales and rows of all weights are in 32 bits.
     assert not suits(rows=(2**29, 512))
-    assert not suits(weights=(2**10, 2**21, 16))
-    assert not suits(weights=(2**10, 2**18, 2**17))
+    assert suits(rows=(2**20, 16), weights=(2**10, 2**20, 16))
+    assert not suits(rows=(2**20, 16), weights=(2**10, 2**21, 16))
+    assert not suits(rows=(2**20, 2**17), weights=(2**10, 2**18, 2**17))
     assert not suits(implementation="interpret")
     assert not suits(bias=shape(2, 400))
     assert not suits(target=dataclasses.replace(HOPPER, compute_capability=100))
-    assert not suits(each=64)
+    assert not suits(target=dataclasses.replace(HOPPER, tensor_maps=False))
+    assert not suits(rows=(128, 512))  # 64 rows in a group
+    assert suits(rows=(130, 512))
+    assert not suits(transposed=False)
+    assert not suits(rows=(4000, 500))  # rows that begin at no multiple of 16 bytes
     of_lines = {"row_deep": None, "weight_deep": None, "wide": 1}
     assert suits(**of_lines)
     assert not suits(**of_lines, row_scales=None)
-    assert not suits(**of_lines, options=Options(jnp.dtype("bfloat16"), FAST))
+    assert not suits(**of_lines, precision=FAST)
     for blocks in ({"row_deep": None}, {"row_deep": 64}, {"wide": 1}):
         assert not suits(**blocks)
     monkeypatch.setattr(versions, "installed", lambda package: "3.5.1")

@@ -6,8 +6,12 @@ import dataclasses
 from typing import NamedTuple
 
 from triax.architectures import Architecture
+from triax.moe.products.thresholds import LARGEST_TILE, NARROW_ROWS_OF_8_BITS
 from triax.moe.shared import blocks
 from triax.moe.shared.target import Target
+
+TILE = LARGEST_TILE
+"""Rows rounded to 8 bits are padded to a multiple of this, which is also the most of a step."""
 
 _LEAST = 16  # rows, columns or depth that tensor cores need
 _LEAST_DEPTH = {1: 32, 2: _LEAST, 4: _LEAST}  # by itemsize
@@ -63,9 +67,9 @@ class DotConfig:
         float32, and `blocked` whether they are scaled first. Row counts are rounded up to powers of
         two, at most 128, so that few configs are needed.
         """
-        rows, itemsize = fit(rows_per_group, 128), itemsizes.left
+        rows, itemsize = fit(rows_per_group, LARGEST_TILE), itemsizes.left
         # Few rows: each row tile reads the weights, and few groups exceed twice the average.
-        few = fit(2 * rows_per_group, 128) if itemsize > 1 else rows
+        few = fit(2 * rows_per_group, LARGEST_TILE) if itemsize > 1 else rows
         deep = fit(max(depth, _LEAST_DEPTH[itemsize]), _LINE_BYTES // itemsize)
         widest = fit(columns, 256 if itemsize <= 2 else 128)
         wide = fit(columns, 128)
@@ -84,7 +88,7 @@ class DotConfig:
             config = cls(64, wide, deep, 4, 3, False, 32)
         elif rows == 128:
             config = cls(128, widest, deep, 8, 3, True)
-        elif itemsize == 1 and rows > _LEAST:
+        elif itemsize == 1 and rows_per_group > NARROW_ROWS_OF_8_BITS:
             config = cls(64, wide, deep, 4, 4, True)
         elif few == 128:
             config = cls(128, widest, deep, 8, 3, True, 1)
@@ -128,14 +132,21 @@ class OuterConfig:
         *,
         exact: bool,
         tma: bool,
+        float32_sums: bool = False,
     ) -> OuterConfig:
-        """Returns the config for `left` × `right` columns."""
+        """Returns the config for `left` × `right` columns; for the rest see `DotConfig`."""
         itemsize, from_shared = itemsizes.left, target.architecture.multiplies_from_shared
         deep = _LINE_BYTES // itemsize
         if exact:
             config = cls(fit(left, 64), fit(right, 64), 32, 4, 3, False)
+        elif itemsize == 1 and not (tma and from_shared):
+            config = cls(fit(left, 128), fit(right, 128), TILE if tma else TILE // 2, 8, 3, tma)
+        elif itemsize == 1 and float32_sums:
+            config = cls(fit(left, 256), fit(right, 128), TILE, 8, 3, True)
+        elif itemsize == 1:
+            config = cls(fit(left, 128), fit(right, 256), TILE, 8, 3, True, 4)
         elif tma and from_shared:
-            widest = 256 if itemsize <= 2 else 128
+            widest = 256 if itemsize == 2 else 128
             config = cls(fit(left, 128), fit(right, widest), deep, 8, 3, True)
         else:
             config = cls(fit(left, 128), fit(right, 128), deep, 8, 4, tma)
@@ -146,6 +157,15 @@ class OuterConfig:
         block = self.block_left, self.block_right, self.block_rows
         stages, depth = _that_fit(block, self.num_stages, architecture, itemsizes, tma)
         return dataclasses.replace(self, num_stages=stages, block_rows=depth)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupsConfig:
+    """A program quantizes `block_columns` columns of a group, `block_rows` rows at a time."""
+
+    block_rows: int = TILE
+    block_columns: int = 64
+    num_warps: int = 4
 
 
 def _that_fit(

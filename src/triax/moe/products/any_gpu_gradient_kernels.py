@@ -1,4 +1,11 @@
-"""The kernels for the gradients of ragged_dot's weights and bias: sums over a group's rows."""
+"""The kernels for the gradients of ragged_dot's weights and bias: sums over a group's rows.
+
+Tensor cores need both 8-bit operands with the contracted dimension innermost: here the rows.
+`_quantize_groups_kernel` writes rows as 8-bit columns, [columns, padded]. There a group begins at
+a multiple of TILE, and zeros fill its last tile; past the last group's tiles, numbers are neither
+written nor read. The schedule of ragged_dot, for tiles of TILE rows, says where groups lie:
+`bounds_ptr` has the groups' bounds in rows, followed by their bounds in tiles.
+"""
 
 import triton
 import triton.language as tl
@@ -9,6 +16,14 @@ from triax.moe.products.any_gpu_kernels import (
     _load_block,
     _ordered,
     _store_rows,
+)
+from triax.moe.quantization.kernels import (
+    _INFINITY,
+    _inverse,
+    _largest_of_columns,
+    _read_back,
+    _round_columns,
+    _scale,
 )
 
 
@@ -58,17 +73,92 @@ def _store_outer(
 
 
 @triton.jit
+def _quantize_groups_kernel(
+    rows_ptr,
+    source_ptr,
+    bounds_ptr,
+    num_rows,
+    num_columns,
+    padded,
+    values_ptr,
+    scales_ptr,
+    NUM_GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NAN: tl.constexpr,
+    INFINITY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    # A program takes some columns of a group, and reads them twice: to find their largest numbers,
+    # and to round them. Row i is row i of `rows_ptr`, or the row that `source_ptr` names for it.
+    column_blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    group = tl.program_id(0) // column_blocks
+    columns = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    start = tl.load(bounds_ptr + group)
+    end = tl.load(bounds_ptr + group + 1)
+    largest = _largest_of_columns(
+        rows_ptr, source_ptr, num_rows, start, end, columns, end, num_columns, BLOCK_ROWS, False
+    )
+    special = tl.max(largest, 0) >= _INFINITY
+    if special:
+        largest = _largest_of_columns(
+            rows_ptr, source_ptr, num_rows, start, end, columns, end, num_columns, BLOCK_ROWS, True
+        )
+    scale = _scale(largest, LARGEST)
+    at = scales_ptr + group.to(tl.int64) * num_columns + columns
+    tl.store(at, scale, mask=columns < num_columns)
+    scale = _read_back(at, columns < num_columns)
+    first = tl.load(bounds_ptr + NUM_GROUPS + 1 + group) * TILE
+    size = tl.cdiv(end - start, TILE) * TILE
+    _round_columns(
+        rows_ptr,
+        source_ptr,
+        num_rows,
+        start,
+        start + size,
+        columns,
+        end,
+        num_columns,
+        _inverse(scale),
+        special,
+        values_ptr,
+        first,
+        first + size,
+        padded,
+        True,
+        NAN,
+        INFINITY,
+        BLOCK_ROWS,
+    )
+
+
+@triton.jit
+def _of_columns(scales_ptr, group, column, num_columns, COLUMNS: tl.constexpr):
+    """Loads the scales of some columns of a group."""
+    columns = column + tl.arange(0, COLUMNS)
+    at = scales_ptr + group.to(tl.int64) * num_columns + columns
+    return tl.load(at, mask=columns < num_columns, other=0.0)
+
+
+@triton.jit
 def _group_outer_kernel(
     left,
     right,
     bounds_ptr,
+    left_scales_ptr,
+    right_scales_ptr,
     num_left,
     num_right,
+    padded,
     out,
     NUM_GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    IMPRECISE: tl.constexpr,
     TMA: tl.constexpr,
+    OUT_TMA: tl.constexpr,
     BLOCK_LEFT: tl.constexpr,
     BLOCK_RIGHT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -79,10 +169,11 @@ def _group_outer_kernel(
     # while the next tile loads; Triton's own flattening needs tiles with equally many steps. Load
     # addresses change only right before the loads: otherwise Triton could not run loads ahead of
     # products. A tile's rows are summed in order.
+    # With scales both sides are 8-bit columns, [columns, padded], in which groups begin at tiles.
     left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
     right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
     per_group = left_tiles * right_tiles
-    num_steps = _num_steps(bounds_ptr, per_group, NUM_GROUPS, BLOCK_ROWS, 1)
+    num_steps = _num_steps(bounds_ptr, per_group, NUM_GROUPS, TILE, TILE // BLOCK_ROWS)
     tile = tl.program_id(0) - tl.num_programs(0)
     group, first, second, row, end = 0, 0, 0, 0, 0
     total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
@@ -94,21 +185,53 @@ def _group_outer_kernel(
             left_tile, right_tile = _ordered(tile % per_group, left_tiles, right_tiles, ROW_TILES)
             first = left_tile * BLOCK_LEFT
             second = right_tile * BLOCK_RIGHT
-            row = tl.load(bounds_ptr + group)
-            end = tl.load(bounds_ptr + group + 1)
+            if left_scales_ptr is None:
+                row = tl.load(bounds_ptr + group)
+                end = tl.load(bounds_ptr + group + 1)
+            else:
+                tiles_ptr = bounds_ptr + NUM_GROUPS + 1
+                row = tl.load(tiles_ptr + group) * TILE
+                end = tl.load(tiles_ptr + group + 1) * TILE
+                if row == end:  # no rows: loads past the end give zeros
+                    row = padded
+                    end = padded + BLOCK_ROWS
+        if left_scales_ptr is not None:
+            if TMA:
+                x = left.load([first, row])
+                y = right.load([second, row])
+            else:
+                x = _load_block(left, first, num_left, row, padded, BLOCK_LEFT, BLOCK_ROWS)
+                y = _load_block(right, second, num_right, row, padded, BLOCK_RIGHT, BLOCK_ROWS)
+            y = y.T
         # Both sides are zero past the group's end: zero times another group's NaN is NaN.
-        if TMA:
+        elif TMA:
             bounded = _GROUP_END - (end - row)
             x = left.load([_GROUP_END, end, bounded, first]).reshape(BLOCK_ROWS, BLOCK_LEFT)
             y = right.load([_GROUP_END, end, bounded, second]).reshape(BLOCK_ROWS, BLOCK_RIGHT)
         else:
             x = _load_block(left, row, end, first, num_left, BLOCK_ROWS, BLOCK_LEFT)
             y = _load_block(right, row, end, second, num_right, BLOCK_ROWS, BLOCK_RIGHT)
-        total = tl.dot(x.T, y, total, input_precision=PRECISION)
+        if left_scales_ptr is None:
+            x = x.T
+        total = tl.dot(x, y, total, input_precision=PRECISION, max_num_imprecise_acc=IMPRECISE)
         if row + BLOCK_ROWS >= end:
-            block = total.to(DTYPE)
+            block = total
+            if left_scales_ptr is not None:
+                scales = _of_columns(left_scales_ptr, group, first, num_left, BLOCK_LEFT)
+                block *= scales[:, None]
+                scales = _of_columns(right_scales_ptr, group, second, num_right, BLOCK_RIGHT)
+                block *= scales[None, :]
             _store_outer(
-                out, block, group, first, second, num_left, num_right, BLOCK_LEFT, BLOCK_RIGHT, TMA
+                out,
+                block.to(DTYPE),
+                group,
+                first,
+                second,
+                num_left,
+                num_right,
+                BLOCK_LEFT,
+                BLOCK_RIGHT,
+                OUT_TMA,
             )
             total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
 

@@ -1,7 +1,8 @@
-"""Launches the kernel for few rows."""
+"""Launches the kernels that read 8- and 4-bit weights for few rows, or dequantize them for many."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -14,14 +15,12 @@ from triax.binding.launch import KernelImplementation
 from triax.compat import versions
 from triax.moe.products.few_rows_configs import (
     LEAST_SCALED,
-    MOST_ROWS,
-    MOST_SCHEDULED,
     FewRowsConfig,
-    TilesConfig,
+    FewRowsOfTilesConfig,
     WidenConfig,
 )
 from triax.moe.products.operands import Parts, parts
-from triax.moe.products.options import Groups, Options
+from triax.moe.products.product import RaggedDot
 from triax.moe.products.row_tiles import (
     bounded_by_group,
     cdiv,
@@ -29,107 +28,123 @@ from triax.moe.products.row_tiles import (
     suit_tma,
     triton_dtype,
 )
-from triax.moe.quantization.packing import E8M0, PACKED, TILE, TILED, words_of_tile
+from triax.moe.products.thresholds import MOST_ROWS, MOST_SCHEDULED
+from triax.moe.quantization.packing import PACKED, TILE, TILED, words_of_tile
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
 
 
-def lacking(
-    target: Target, rows_per_group: int, x: Parts, w: Parts, *, transposed: bool, options: Options
-) -> str | None:
-    """Returns what the kernel needs and `x` or `w` do not have; None if it takes these operands."""
-    out = jax.ShapeDtypeStruct((len(x.values), w.columns), options.dtype)
+def needs(product: RaggedDot) -> str | None:
+    """Returns what the kernel needs and a product does not have; None if it takes the product."""
+    if needed := _needs_of_operands(product):
+        return needed
+    if has_many_rows(product):
+        return f"at most {MOST_ROWS} rows for each group on average"
+    if product.target.tensor_maps:
+        return None
+    is_old = product.target.architecture.tma
+    return f"JAX {versions.TENSOR_MAPS.stable} or later" if is_old else "TMA, from Hopper on"
+
+
+def needs_of_tiles(product: RaggedDot) -> str | None:
+    """As `needs`, of the kernel for few rows and weights in tiles."""
+    if needed := _needs_of_operands(product):
+        return needed
+    w = product.right
+    scaled = None if w.has_powers else w.deep
+    most = FewRowsOfTilesConfig.most_rows(product.target.architecture, scaled)
+    if w.tiled and product.rows_per_group <= most:
+        return None
+    tiles = "" if w.tiled else "weights in tiles (`weights.tile()`) and "
+    return f"{tiles}at most {most} rows for each group on average"
+
+
+def _needs_of_operands(product: RaggedDot) -> str | None:
+    """Returns what both kernels need and rows or weights do not have."""
+    x, w = product.left, product.right
     if w.packed is None and w.values.dtype not in (jnp.float8_e4m3fn, jnp.int8):
         return "weights of float8_e4m3fn, int8 or 4 bits"
-    if rows_per_group > MOST_ROWS:
-        return f"at most {MOST_ROWS} rows for each group on average"
-    if not (target.tensor_maps or _suits_tiles(target, rows_per_group, w)):
-        if target.architecture.tma:
-            return f"JAX {versions.TENSOR_MAPS.stable} or later"
-        most = TilesConfig.most_rows(target.architecture, None)
-        rows = f"at most {most} rows for each group on average"
-        if w.tiled and _has_8_bits(w):
-            return (
-                f"TMA, from Hopper on, or {rows}; 8 bits that are not in tiles "
-                "(`weights.untile()`) are not dequantized"
-            )
-        return f"TMA, from Hopper on, or weights in tiles (`weights.tile()`) and {rows}"
     if x.values.dtype != jnp.bfloat16:
         return f"rows of bfloat16; got {x.values.dtype}"
-    if not transposed:
+    if not product.transposed:
         return "weights that are stored with their depth innermost (`transposed=True`)"
     if w.zeros is not None and w.zeros.dtype != jnp.int8:  # other zeros may not fit bfloat16
         return f"zeros of int8; got {w.zeros.dtype}"
     if w.deep is not None and w.deep % LEAST_SCALED:
         return f"scales for a multiple of {LEAST_SCALED} along the depth; got {w.deep}"
-    if not suit_tma(x.values, w.values, *([] if w.packed else [out])):
-        # Only 4-bit weights get a warning with this text (`warn_of_widening`).
-        return f"a depth in multiples of 32; got {x.values.shape[1]}"
+    if not suit_tma(x.values, w.values, *([] if w.packed else [product.out_type])):
+        # Only 4-bit weights get a warning with this text (`warn_of_dequantizing`).
+        return f"a depth in multiples of 32; got {product.depth}"
     return None
 
 
-def warn_of_widening(weights: ScaledArray, lacks: str) -> None:
-    """Warns that few rows are multiplied by weights which every call widens in memory."""
+def dequantizing_needs(product: RaggedDot) -> str | None:
+    """What weights have to be for a copy that other kernels read."""
+    w, is_half = product.right, product.left.values.dtype.itemsize == 2
+    if w.packed or (is_half and w.values.dtype.itemsize == 1 and has_many_rows(product)):
+        return None
+    return f"weights of 4 bits, in tiles, or of 8 bits and more than {MOST_ROWS} rows of 16 bits"
+
+
+def dequantized(product: RaggedDot) -> RaggedDot:
+    """Returns the product with weights that other kernels read."""
+    rows, w, weights = product.left.values, product.right, product.weights
+    if w.packed or (w.deep and rows.dtype == jnp.bfloat16):
+        w = widen(product.target, weights, rows.dtype, implementation=product.implementation)
+    if has_many_rows(product) and rows.dtype.itemsize == 2:
+        w = w._replace(values=w.values.astype(rows.dtype))  # exact
+    return dataclasses.replace(product, right=w)
+
+
+def warn_of_dequantizing(product: RaggedDot) -> None:
+    """Warns that few rows are multiplied by weights which every call dequantizes in memory."""
+    w, weights = product.right, product.weights
+    if not w.packed or has_many_rows(product) or product.implementation == "interpret":
+        return
+    needed = dict.fromkeys((needs(product), needs_of_tiles(product)))
+    untiled = "; 8 bits that are not in tiles (`weights.untile()`) are not dequantized"
     warnings.warn(
         f"ragged_dot dequantizes its weights, {messages.short(weights)} with scales for blocks "
-        f"{weights.block}, in memory in every call: the kernel that unpacks them in registers "
-        f"needs {lacks}. If that cannot be changed, and memory suffices, dequantize them once: "
-        "`weights.dequantize(jnp.bfloat16)`.",
+        f"{weights.block}, in memory in every call: the kernels that unpack them in registers "
+        f"need {', or '.join(map(str, needed))}{untiled * w.has_8_bits}. If that cannot be "
+        "changed, and memory suffices, dequantize them once: `weights.dequantize(jnp.bfloat16)`.",
         UserWarning,
         stacklevel=2,
     )
 
 
+def has_many_rows(product: RaggedDot) -> bool:
+    """Whether dequantizing 8- or 4-bit weights first pays, because row tiles read them again."""
+    return product.rows_per_group > MOST_ROWS
+
+
 def _scales(w: Parts) -> Any:
     """Returns the scales, as codes if they are powers of two."""
     scales: Any = w.scales
-    return jax.lax.bitcast_convert_type(scales, jnp.uint8) if _powers(w) else scales
+    return jax.lax.bitcast_convert_type(scales, jnp.uint8) if w.has_powers else scales
 
 
-def _powers(w: Parts) -> bool:
-    """Whether scales are powers of two, which multiply packed numbers during unpacking."""
-    return w.packed is not None and w.scales is not None and w.scales.dtype == E8M0
-
-
-def _has_8_bits(w: Parts) -> bool:
-    """Whether numbers have 8 bits; otherwise they have four."""
-    return w.packed is None or TILED[w.packed] not in PACKED
-
-
-def _suits_tiles(target: Target, rows_per_group: int, w: Parts) -> bool:
-    """Whether weights are in tiles, and rows few enough for the kernel that reads tiles."""
-    most = TilesConfig.most_rows(target.architecture, None if _powers(w) else w.deep)
-    return w.tiled and rows_per_group <= most
-
-
-def few_rows(
-    target: Target,
-    rows_per_group: int,
-    x: Parts,
-    w: Parts,
-    groups: Groups,
-    bias: jax.Array | None,
-    bias_weights: jax.Array | None,
-    *,
-    options: Options,
-    implementation: KernelImplementation | None,
-) -> jax.Array:
+def few_rows(product: RaggedDot) -> jax.Array:
     """Multiplies bfloat16 rows by weights [groups, columns, depth]; zeros outside groups."""
     from triax.moe.products.few_rows_kernels import _few_rows_kernel
 
-    if _suits_tiles(target, rows_per_group, w):
-        operands = x, w, groups, bias, bias_weights
-        how: dict[str, Any] = {"options": options, "implementation": implementation}
-        return _few_rows_of_tiles(target, rows_per_group, *operands, **how)
-    rows, weights, powers = x.values, w.values, _powers(w)
-    num_rows, depth = rows.shape
-    num_groups, columns = len(weights), w.columns
+    rows, w = product.left.values, product.right
+    weights, target, implementation = w.values, product.target, product.implementation
+    num_rows, num_groups = product.num_rows, product.num_groups
+    depth, columns = product.depth, product.columns
+    powers = w.has_powers
     scaled = None if powers else w.deep
-    sizes = target.architecture, rows_per_group, columns, depth, scaled
-    config_for = FewRowsConfig.for_rows if _has_8_bits(w) else FewRowsConfig.for_packed
-    config = config_for(*sizes, tiled=w.tiled)
-    tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
+    config = FewRowsConfig.heuristic(
+        target.architecture,
+        product.rows_per_group,
+        columns,
+        depth,
+        scaled,
+        tiled=w.tiled,
+        eight=w.has_8_bits,
+    )
+    tiles, _ = schedule(product.groups, num_rows, config.block_rows, implementation)
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
     # Triton's own conversion of int8 is as fast, except into the left operand.
@@ -162,12 +177,12 @@ def few_rows(
         tiles,
         scales,
         w.zeros,
-        bias,
-        bias_weights,
+        product.bias,
+        product.bias_weights,
         num_rows,
         depth,
         columns,
-        out_type=jax.ShapeDtypeStruct((num_rows, columns), options.dtype),
+        out_type=product.out_type,
         grid=min(num_tiles, (config.programs or num_tiles) * target.multiprocessors),
         config=config,
         backend_options={"maxnreg": config.registers} if config.registers else None,
@@ -178,67 +193,56 @@ def few_rows(
         AT_ONCE=at_once,
         WARPS=config.num_warps,
         implementation=implementation,
-        DTYPE=triton_dtype(options.dtype),
+        DTYPE=triton_dtype(product.options.dtype),
         SCALE_COLUMNS=w.wide,
         SCALE_DEPTH=w.deep,
     )
 
 
-def _few_rows_of_tiles(
-    target: Target,
-    rows_per_group: int,
-    x: Parts,
-    w: Parts,
-    groups: Groups,
-    bias: jax.Array | None,
-    bias_weights: jax.Array | None,
-    *,
-    options: Options,
-    implementation: KernelImplementation | None,
-) -> jax.Array:
+def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
+    """Multiplies as `few_rows` does, by weights in tiles."""
     from triax.moe.products.few_rows_tiles_kernels import _few_rows_of_tiles_kernel
 
-    (num_rows, depth), num_groups = x.values.shape, len(w.values)
+    w, groups, implementation = product.right, product.groups, product.implementation
+    num_rows, num_groups, powers = product.num_rows, product.num_groups, w.has_powers
     column_tiles, in_use = w.columns // TILE, min(num_groups, num_rows)
-    powers = _powers(w)
-    in_sum = w.deep is not None and not powers
     num_tiles = in_use * column_tiles
-    config = TilesConfig.heuristic(
-        target,
-        rows_per_group,
+    config = FewRowsOfTilesConfig.heuristic(
+        product.target,
+        product.rows_per_group,
         num_tiles,
-        depth,
+        product.depth,
         powers=powers,
-        in_sum=in_sum,
-        eight=_has_8_bits(w),
+        in_sum=w.deep is not None and not powers,
+        eight=w.has_8_bits,
     )
     is_small = max(num_rows, num_groups) <= MOST_SCHEDULED
-    in_programs = is_small and config.finds_tiles(target, num_tiles)
+    in_programs = is_small and config.finds_tiles(product.target, num_tiles)
     tiles = None
     if not in_programs:
         tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     return launch(
         _few_rows_of_tiles_kernel,
-        x.values,
+        product.left.values,
         w.values,
         tiles,
         groups.sizes if in_programs else None,
         groups.first_row if in_programs else None,
         _scales(w),
         w.zeros,
-        bias,
-        bias_weights,
+        product.bias,
+        product.bias_weights,
         num_rows,
-        depth,
+        product.depth,
         w.columns,
-        out_type=jax.ShapeDtypeStruct((num_rows, w.columns), options.dtype),
+        out_type=product.out_type,
         grid=(cdiv(num_rows, config.block_rows) + in_use) * column_tiles,
         config=config,
         PACKED=w.packed,
         POWERS=powers,
         NUM_GROUPS=num_groups if in_programs else 0,
         implementation=implementation,
-        DTYPE=triton_dtype(options.dtype),
+        DTYPE=triton_dtype(product.options.dtype),
         SCALE_COLUMNS=w.wide,
         SCALE_DEPTH=w.deep,
     )
@@ -269,7 +273,7 @@ def widen(
         values = jax.lax.bitcast_convert_type(values, jnp.int8)
     num_groups, depth, columns = weights.shape
     config = WidenConfig()
-    found = launch(
+    result = launch(
         _widen_kernel,
         values,
         None if is_apart else _scales(w),
@@ -281,12 +285,12 @@ def widen(
         config=config,
         PACKED=weights.dtype.name,
         TILED=w.tiled,
-        POWERS=_powers(w),
+        POWERS=w.has_powers,
         SCALE_COLUMNS=w.wide,
         SCALE_DEPTH=w.deep,
         implementation=implementation,
     )
-    return Parts(found, w.scales, wide=w.wide) if is_apart else Parts(found)
+    return Parts(result, w.scales, wide=w.wide) if is_apart else Parts(result)
 
 
 def _renumbered(rows: jax.Array, permuted: bool, ordered: int) -> jax.Array:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from triax.architectures import Architecture
+from triax.moe.products.thresholds import (
+    HALF_OF_A_WARP_GROUP,
+    NARROW_ROWS,
+    ROWS_OF_A_WARP_GROUP,
+    ROWS_OF_TILES,
+    ROWS_OF_TILES_BY_HALVES,
+    ROWS_OF_TILES_FROM_REGISTERS,
+)
 from triax.moe.shared import blocks
 from triax.moe.shared.target import Target
 
-MOST_ROWS = 256
-"""Mean rows per group above which weights are widened first, and reread by every row tile."""
-MOST_SCHEDULED = 512
-"""Rows, and groups, with which programs may find their tiles from the sizes of groups."""
-_MOST_OF_NARROW = 8
 _BARRIERS_AND_SCALES = 4096
 LEAST_SCALED = 32
 """Divides the depth of every block with a scale."""
@@ -43,7 +46,7 @@ class FewRowsConfig:
         return not self.permuted
 
     @classmethod
-    def for_rows(
+    def heuristic(
         cls,
         architecture: Architecture,
         rows_per_group: int,
@@ -51,57 +54,46 @@ class FewRowsConfig:
         depth: int,
         scaled: int | None,
         *,
-        tiled: bool = False,
+        tiled: bool,
+        eight: bool,
     ) -> FewRowsConfig:
-        """Returns the config for 8-bit weights; `scaled` is the depth of a scale, if not all."""
-        width = blocks.power_of_two(columns)
-        scaled = scaled and max(scaled & -scaled, _LEAST_DEPTH)
+        """Returns the config for weights of `eight` bits, or of four.
+
+        `scaled` is the depth of a scale that multiplies sums, if not all.
+        """
+        if eight and scaled is not None:
+            scaled = max(scaled & -scaled, _LEAST_DEPTH)
+        shape = rows_per_group, columns, depth, scaled
         if not architecture.multiplies_from_shared:
-            rows, width = _rows(rows_per_group), max(16, min(128, width))
-            most = 64 if tiled and rows == 64 else 128  # as registers allow
-            deep = max(32, min(most, blocks.power_of_two(depth), scaled or most))
-            return cls._that_fits(architecture, rows, width, deep, packed=False)
+            return cls._from_registers(architecture, *shape, tiled=tiled, eight=eight)
         if tiled:
-            return cls._for_tiles(architecture, rows_per_group, columns, depth, scaled, eight=True)
-        if rows_per_group <= _MOST_OF_NARROW:
+            return cls._for_tiles(architecture, *shape, eight=eight)
+        return cls._for_8_bits(*shape) if eight else cls._for_4_bits(*shape)
+
+    @classmethod
+    def _for_8_bits(
+        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None
+    ) -> FewRowsConfig:
+        width = blocks.power_of_two(columns)
+        if rows_per_group <= NARROW_ROWS:
             deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
             return cls(16, max(16, min(128, width)), deep, 3, False)
-        rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
+        rows, num_warps = (64, 4) if rows_per_group <= ROWS_OF_A_WARP_GROUP else (128, 8)
         if scaled is not None:  # a block's sum is kept beside the total
             return cls(rows, max(64, min(128, width)), min(scaled, 128), 3, True, num_warps)
         return cls(rows, max(64, min(256, width)), _LEAST_DEPTH, 4, True, num_warps)
 
     @classmethod
-    def for_packed(
-        cls,
-        architecture: Architecture,
-        rows_per_group: int,
-        columns: int,
-        depth: int,
-        scaled: int | None,
-        *,
-        tiled: bool = False,
+    def _for_4_bits(
+        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None
     ) -> FewRowsConfig:
-        """Returns the config for 4-bit weights; `scaled` is also None if scales are powers of two.
-
-        Blocks are limited by the registers of programs and their accumulators.
-        """
-        width = max(64, min(128, blocks.power_of_two(columns)))
-        deep = _LEAST_DEPTH if depth <= 64 or (scaled is not None and scaled % 128) else 128
-        if not architecture.multiplies_from_shared:
-            rows = _rows(rows_per_group)
-            deep = min(deep, 64 if rows == 64 else 128)  # as registers allow
-            config = cls._that_fits(architecture, rows, width, deep, packed=True)
-            if rows == 64 and scaled is not None and scaled % deep:  # sums of both halves
-                config = dataclasses.replace(config, num_warps=8)
-            return config
-        if tiled:
-            return cls._for_tiles(architecture, rows_per_group, columns, depth, scaled, eight=False)
-        if rows_per_group <= _MOST_OF_NARROW:
+        """Returns blocks that are limited by the registers of programs and their accumulators."""
+        width, deep = _block_of_4_bits(columns, depth, scaled)
+        if rows_per_group <= NARROW_ROWS:
             if scaled is not None and scaled % 128:  # more programs, which wait for scales
                 return cls(16, width, deep, 4, True, programs=4)
             return cls(16, width, deep, 4 if scaled is None else 5, True, programs=3)
-        rows, num_warps = (64, 4) if rows_per_group <= 64 else (128, 8)
+        rows, num_warps = (64, 4) if rows_per_group <= ROWS_OF_A_WARP_GROUP else (128, 8)
         width = max(width, 16 * num_warps)  # each warp loads 16 columns or more
         return cls(rows, width, deep, 4, True, num_warps)
 
@@ -124,7 +116,7 @@ class FewRowsConfig:
         """
         in_sum = scaled is not None
         registers: int | None = None
-        if rows_per_group <= 24:
+        if rows_per_group <= HALF_OF_A_WARP_GROUP:
             rows, deep, registers = 32, 128, 168 if in_sum or eight else 128
         elif in_sum:
             rows, deep = 64, 128
@@ -141,22 +133,46 @@ class FewRowsConfig:
         return cls(rows, width, deep, stages, True, programs=None, registers=registers)
 
     @classmethod
-    def _that_fits(
-        cls, architecture: Architecture, rows: int, columns: int, depth: int, *, packed: bool
+    def _from_registers(
+        cls,
+        architecture: Architecture,
+        rows_per_group: int,
+        columns: int,
+        depth: int,
+        scaled: int | None,
+        *,
+        tiled: bool,
+        eight: bool,
     ) -> FewRowsConfig:
         """Returns a config for tensor cores that read registers, with as many stages as fit.
 
         A stage has a block of 16-bit rows and a block of weights. 4-bit weights pass through shared
         memory once more after they are widened.
         """
-        widened = 2 * columns * depth if packed else 0
-        loaded = depth * (2 * rows + (columns // 2 if packed else columns))
+        # Few groups exceed twice the mean.
+        rows = max(16, min(64, blocks.power_of_two(2 * rows_per_group)))
+        if eight:
+            most = 64 if tiled and rows == 64 else 128  # as registers allow
+            width = max(16, min(128, blocks.power_of_two(columns)))
+            deep = max(32, min(most, blocks.power_of_two(depth), scaled or most))
+        else:
+            width, deep = _block_of_4_bits(columns, depth, scaled)
+            deep = min(deep, 64 if rows == 64 else 128)  # as registers allow
+        widened = 0 if eight else 2 * width * deep
+        loaded = deep * (2 * rows + (width if eight else width // 2))
         stages = 1 + (architecture.shared_bytes - widened - _BARRIERS_AND_SCALES) // loaded
-        return cls(rows, columns, depth, min(stages, 4), False)
+        # With two scales for a block there are sums of both halves.
+        has_halves = not eight and rows == 64 and scaled is not None and scaled % deep
+        return cls(rows, width, deep, min(stages, 4), False, 8 if has_halves else 4)
+
+
+def _block_of_4_bits(columns: int, depth: int, scaled: int | None) -> tuple[int, int]:
+    deep = _LEAST_DEPTH if depth <= 64 or (scaled is not None and scaled % 128) else 128
+    return max(64, min(128, blocks.power_of_two(columns))), deep
 
 
 @dataclasses.dataclass(frozen=True)
-class TilesConfig:
+class FewRowsOfTilesConfig:
     """A program has `block_rows` × 64 numbers; each of its `split` warps sums a part of the depth.
 
     The limits are from an H100, where `wgmma` is faster for more rows; those for scales that are
@@ -190,8 +206,8 @@ class TilesConfig:
         if architecture.compute_capability < 80:  # no products of bfloat16
             return 0
         if not architecture.multiplies_from_shared:
-            return 64
-        return 40 if scaled is not None and scaled % 64 else 8
+            return ROWS_OF_TILES_FROM_REGISTERS
+        return ROWS_OF_TILES_BY_HALVES if scaled is not None and scaled % 64 else ROWS_OF_TILES
 
     @classmethod
     def heuristic(
@@ -204,7 +220,7 @@ class TilesConfig:
         powers: bool,
         in_sum: bool,
         eight: bool,
-    ) -> TilesConfig:
+    ) -> FewRowsOfTilesConfig:
         """Returns the config for about `num_tiles` of 64 columns, `depth` deep, in use.
 
         Scales are `powers` of two, or multiply each product before it is added (`in_sum`).
@@ -232,8 +248,3 @@ class WidenConfig:
 
     block_depth: int = 128
     num_warps: int = 4
-
-
-def _rows(rows_per_group: int) -> int:
-    """Returns a tile's rows, for weights widened in registers: few groups exceed twice the mean."""
-    return max(16, min(64, blocks.power_of_two(2 * rows_per_group)))

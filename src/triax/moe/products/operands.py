@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.quantization.packing import PACKED, TILE
+from triax.moe.quantization.packing import E8M0, PACKED, TILE, TILED
 from triax.moe.quantization.scaled import ScaledArray, check, stored_block
 from triax.moe.shared import arguments
 from triax.moe.shared.blocks import power_of_two
@@ -44,6 +44,16 @@ class Parts(NamedTuple):
     def columns(self) -> int:
         """The number of columns; only for weights that are stored with their depth innermost."""
         return self.values.shape[1] * (TILE if self.tiled else 1)
+
+    @property
+    def has_powers(self) -> bool:
+        """Whether scales are powers of two, which multiply packed numbers during unpacking."""
+        return self.packed is not None and self.scales is not None and self.scales.dtype == E8M0
+
+    @property
+    def has_8_bits(self) -> bool:
+        """Whether numbers of weights read alone have 8 bits; otherwise they have four."""
+        return self.packed is None or TILED[self.packed] not in PACKED
 
 
 def parts(operand: Any) -> Parts:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from triax.errors import DifferentiationError
 from triax.moe.activations.ops import glu
-from triax.moe.products import any_gpu, reference
+from triax.moe.products import any_gpu_gradients, choose, reference
 from triax.moe.products.operands import dims, is_blocked
 from triax.moe.products.options import Groups
 from triax.moe.quantization.scaled import ScaledArray, widened
@@ -180,7 +180,7 @@ ragged_dot = Op(
     dims=_dims,
     derivative=_derivative,
     local=_local,
-    kernels=any_gpu.ragged_dot,
+    kernels=choose.ragged_dot,
     xla=reference.ragged_dot_reference,
 )
 
@@ -225,7 +225,7 @@ ragged_dot_glu = Op(
     dims=_dims_with_glu,
     derivative=_derivative_with_glu,
     local=_local_with_glu,
-    kernels=any_gpu.ragged_dot_glu,
+    kernels=choose.ragged_dot_glu,
     xla=reference.ragged_dot_glu_reference,
 )
 
@@ -237,7 +237,7 @@ group_outer = Op(
     shardable="rkn",
     derivative=_derivative,
     local=_local,
-    kernels=any_gpu.group_outer,
+    kernels=choose.group_outer,
     xla=reference.group_outer_reference,
 )
 
@@ -305,7 +305,7 @@ group_sum = _bias_op(
     arguments=("rn", dims_of_groups, "r"),
     results="gn",
     shardable="rn",
-    kernels=any_gpu.group_sum,
+    kernels=any_gpu_gradients.group_sum,
     xla=reference.group_sum_reference,
 )
 
@@ -339,7 +339,7 @@ bias_gradients = Op(
     arguments=("rn", dims_of_groups, "r", "gn"),
     results=("gn", "r"),
     shardable="rn",
-    kernels=any_gpu.bias_gradients,
+    kernels=any_gpu_gradients.bias_gradients,
     xla=reference.bias_gradients_reference,
     derivative="xla",
     local=_local_bias_gradients,

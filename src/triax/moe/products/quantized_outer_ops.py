@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from triax.moe.products import quantized_outer as launchers
+from triax.moe.products import choose
 from triax.moe.products import quantized_outer_reference as reference
 from triax.moe.products.ops import dims_of_groups, groups_of_shard
 from triax.moe.shared.ops import Call, Op, not_differentiable
@@ -51,6 +51,6 @@ quantized_outer = Op(
     dims=_dims,
     derivative=_derivative,
     local=_local,
-    kernels=launchers.quantized_outer,
+    kernels=choose.quantized_outer,
     xla=reference.quantized_outer_reference,
 )

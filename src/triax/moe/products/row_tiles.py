@@ -11,13 +11,14 @@ from triax.binding import dtypes
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.moe.products.options import Groups
+from triax.moe.products.thresholds import LARGEST_TILE
 from triax.moe.shared.launching import launch
 
 IMPRECISE = 128
 """Tensor cores accumulate products of 8-bit floats with fewer bits than float32; after this many
 products the sum is promoted to float32."""
 
-ROWS, ROW_TILES = 128, 8
+ROWS, ROW_TILES = LARGEST_TILE, 8
 """The rows of a tile and the row tiles of a set, where groups have many rows: see `DotConfig`."""
 
 # The kernels' `_GROUP_END`, a bound that is never reached, and the number of addresses.

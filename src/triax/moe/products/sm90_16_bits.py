@@ -9,11 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from triax.binding.descriptor import TensorDescriptor
-from triax.compat import versions
-from triax.moe.activations.reference import GluSpec
-from triax.moe.products.operands import Parts
-from triax.moe.products.options import Groups, Options
-from triax.moe.products.row_tiles import ROW_TILES, ROWS, bounded_by_group, schedule, suit_tma
+from triax.moe.products.product import ALIGNED, GroupOuter, RaggedDot
+from triax.moe.products.row_tiles import (
+    ROW_TILES,
+    ROWS,
+    bounded_by_group,
+    group_bounds,
+    schedule,
+    suit_tma,
+)
+from triax.moe.products.thresholds import HALF_A_TILE
 from triax.moe.shared.arrays import absent
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
@@ -21,84 +26,66 @@ from triax.moe.shared.target import Target
 _HALF, _DEPTH, _STAGES = 128, 64, 3
 # Warps that store, and registers per thread: on average, and of the threads that multiply.
 _WARPS, _REGISTERS, _REGISTERS_OF_PRODUCTS = 2, 168, 192
-_HOPPER = 90
 _DTYPES = {jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}
 
 
-def suit(
-    target: Target, x: Parts, w: Parts, num_groups: int, columns: int, options: Options, how: Any
-) -> bool:
-    """Whether the kernels support their operands: many rows in a group, and many columns.
-
-    Gluon is not interpreted.
-    """
-    return (
-        target.compute_capability == _HOPPER
-        and target.tensor_maps
-        and how != "interpret"
-        and versions.GLUON.passes(versions.installed(versions.GLUON.package) or "0")
-        and {x.values.dtype, w.values.dtype, options.dtype} in _DTYPES
-        and x.scales is w.scales is None
-        and int(len(x.values) * options.share) // num_groups > ROWS // 2
-        and columns > _HALF
-        and suit_tma(x.values, w.values)
-    )
+def needs(product: RaggedDot | GroupOuter) -> str | None:
+    """Returns what the kernels need and a product does not have; None if they take it."""
+    if needed := product.needs_hopper():
+        return needed
+    arrays = product.left.values, product.right.values
+    if {*(array.dtype for array in arrays), product.options.dtype} not in _DTYPES:
+        return "operands and a result of one dtype of 16 bits"
+    if product.left.scales is not None or product.right.scales is not None:
+        return "operands without scales"
+    if product.rows_per_group <= HALF_A_TILE:
+        return f"more than {HALF_A_TILE} rows for each group on average"
+    if product.columns <= _HALF:
+        return f"more than {_HALF} columns"
+    bias = product.bias if isinstance(product, RaggedDot) else None
+    return None if suit_tma(*arrays, *([] if bias is None else [bias])) else ALIGNED
 
 
-def ragged_dot(
-    target: Target,
-    x: Parts,
-    w: Parts,
-    groups: Groups,
-    bias: jax.Array | None = None,
-    bias_weights: jax.Array | None = None,
-    row_weights: jax.Array | None = None,
-    *,
-    transposed: bool,
-    options: Options,
-    implementation: Any,
-    spec: GluSpec | None = None,
-) -> Any:
-    """Multiplies each row by its group's weights; with `spec` also returns the result of `glu`.
+def needs_of_gradients(product: GroupOuter) -> str | None:
+    """As `needs`, of the gradient of the weights."""
+    return "16 bits" if product.rounded_to else needs(product)
 
-    Returns None if the kernel does not `suit`.
-    """
-    (num_rows, depth), columns = x.values.shape, w.values.shape[1 if transposed else 2]
-    if not suit(target, x, w, len(w.values), columns, options, implementation):
-        return None
-    if bias is not None and not suit_tma(bias):
-        return None
+
+def ragged_dot(product: RaggedDot) -> Any:
+    """Multiplies each row by its group's weights; with `glu` also returns its result."""
     from triton.experimental.gluon import language as gl
 
     from triax.moe.products.sm90_16_bits_kernels import _ragged_dot_overlapped_kernel
 
-    is_apart = spec is not None and spec.gated and not spec.interleaved
+    x, w, bias, glu = product.left.values, product.right.values, product.bias, product.glu
+    num_rows, columns, implementation = product.num_rows, product.columns, product.implementation
+    is_apart = glu is not None and glu.gated and not glu.interleaved
     width, apart = (columns // 2, columns // 2) if is_apart else (columns, _HALF)
     layouts = [gl.NVMMASharedLayout(128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
-    box = (1, _HALF, _DEPTH) if transposed else (1, _DEPTH, _HALF)
-    tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
-    inner = spec and jax.ShapeDtypeStruct((num_rows, spec.width(columns)), options.dtype)
-    found = launch(
+    box = (1, _HALF, _DEPTH) if product.transposed else (1, _DEPTH, _HALF)
+    tiles, _ = schedule(product.groups, num_rows, ROWS, implementation, ROW_TILES)
+    inner = glu and jax.ShapeDtypeStruct((num_rows, glu.width(columns)), product.options.dtype)
+    result = launch(
         _ragged_dot_overlapped_kernel,
-        TensorDescriptor.from_array(x.values, (ROWS, _DEPTH), layouts[0]),
-        TensorDescriptor.from_array(w.values, box, layouts[1]),
+        TensorDescriptor.from_array(x, (ROWS, _DEPTH), layouts[0]),
+        TensorDescriptor.from_array(w, box, layouts[1]),
         None if bias is None else _described(bias),
         tiles,
-        bias_weights,
-        row_weights,
+        product.bias_weights,
+        product.row_weights,
         num_rows,
-        depth,
+        product.depth,
         width,
         apart,
         columns,
-        out_type=(jax.ShapeDtypeStruct((num_rows, columns), options.dtype), inner),
+        out_type=(product.out_type, inner),
         implementation=implementation,
-        TRANSPOSED=transposed,
-        ACTIVATION=spec and dataclasses.astuple(spec),
-        **_program(target),
-        **absent(inner_ptr=spec),
+        TRANSPOSED=product.transposed,
+        ACTIVATION=glu and dataclasses.astuple(glu),
+        **_program(product.target),
+        **absent(inner_ptr=glu),
     )
-    return found[0] if spec is None else found
+    return result[0] if glu is None else result
 
 
 def _described(bias: jax.Array) -> TensorDescriptor:
@@ -108,24 +95,24 @@ def _described(bias: jax.Array) -> TensorDescriptor:
     return TensorDescriptor.from_array(bias, (1, _HALF), layout)
 
 
-def group_outer(
-    target: Target, left: jax.Array, right: jax.Array, bounds: jax.Array, out_type: Any, how: Any
-) -> jax.Array:
-    """Sums left × right over the rows of each group, given their bounds."""
+def group_outer(product: GroupOuter) -> jax.Array:
+    """Sums left × right over the rows of each group."""
     from triton.experimental.gluon import language as gl
 
     from triax.moe.products.sm90_16_bits_gradient_kernels import _group_outer_overlapped_kernel
 
     layout = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=4)
+    sides = product.left.values, product.right.values
+    out_type = product.out_type
     return launch(
         _group_outer_overlapped_kernel,
-        *(bounded_by_group(array, _DEPTH, _HALF, layout) for array in (left, right)),
-        bounds,
+        *(bounded_by_group(array, _DEPTH, _HALF, layout) for array in sides),
+        group_bounds(product.groups, product.num_rows, product.implementation),
         *out_type.shape,
         out_type=out_type,
-        implementation=how,
+        implementation=product.implementation,
         ROW_TILES=ROW_TILES,
-        **_program(target),
+        **_program(product.target),
     )
 
 

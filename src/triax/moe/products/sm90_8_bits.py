@@ -6,83 +6,66 @@ import jax
 import jax.numpy as jnp
 
 from triax.binding.descriptor import TensorDescriptor
-from triax.binding.launch import KernelImplementation
-from triax.compat import versions
-from triax.moe.products.operands import Parts
-from triax.moe.products.options import Groups, Options
-from triax.moe.products.row_tiles import (
-    ROW_TILES,
-    ROWS,
-    bounded_by_group,
-    cdiv,
-    schedule,
-)
+from triax.moe.products.product import ALIGNED, RaggedDot
+from triax.moe.products.row_tiles import ROW_TILES, ROWS, bounded_by_group, cdiv, schedule
+from triax.moe.products.thresholds import HALF_A_TILE
 from triax.moe.shared.launching import launch
-from triax.moe.shared.target import Target
 
 _COLUMNS, _BLOCK, _STAGES = 256, 128, 3
 # Registers per thread, and per multiplying thread, which holds products and accumulators. With
 # more, as with fewer, some are spilled between products.
 _REGISTERS, _REGISTERS_OF_PRODUCTS = 148, 208
-_HOPPER = 90
 _MOST = 2**31
 
 
-def suit(
-    target: Target,
-    x: Parts,
-    w: Parts,
-    bias: jax.Array | None,
-    rows_per_group: int,
-    *,
-    options: Options,
-    implementation: KernelImplementation | None,
-) -> bool:
-    """Whether the kernel supports rows and transposed weights that descriptors can address.
+def needs(product: RaggedDot) -> str | None:
+    """Returns what the kernel needs and a product does not have; None if it takes it.
 
-    It promotes sums to float32. Scales are DeepSeek-V3's blocks, or one per row and column. Gluon
-    is not interpreted.
+    It promotes sums to float32. Scales are DeepSeek-V3's blocks, or one per row and column. Offsets
+    of scales and rows of all weights are in 32 bits.
     """
+    x, w = product.left, product.right
+    if needed := product.needs_hopper():
+        return needed
+    if not all(
+        of.values.dtype.itemsize == 1 and jnp.issubdtype(of.values.dtype, jnp.floating)
+        for of in (x, w)
+    ):
+        return "rows and weights of 8-bit floats"
+    if x.scales is None or (x.deep, w.wide, w.deep) not in (
+        (_BLOCK, _BLOCK, _BLOCK),
+        (None, 1, None),
+    ):
+        return f"scales of rows and columns, or of blocks of {_BLOCK}"
+    if x.deep is None and product.options.fast_sums:
+        return "sums that are promoted to float32"
+    if not product.transposed:
+        return "weights that are stored with their depth innermost"
+    if product.bias is not None:
+        return "a product without a bias"
+    if product.rows_per_group <= HALF_A_TILE:
+        return f"more than {HALF_A_TILE} rows for each group on average"
+    if not product.suits_tma:
+        return ALIGNED
     groups, columns, depth = w.values.shape
     deep = cdiv(depth, _BLOCK)
-    return (
-        target.compute_capability == _HOPPER
-        and implementation != "interpret"
-        and versions.GLUON.passes(versions.installed(versions.GLUON.package) or "0")
-        and x.values.dtype.itemsize == w.values.dtype.itemsize == 1
-        and jnp.issubdtype(x.values.dtype, jnp.floating)
-        and x.scales is not None
-        and (
-            (x.deep, w.wide, w.deep) == (_BLOCK, _BLOCK, _BLOCK)
-            or ((x.deep, w.wide, w.deep) == (None, 1, None) and not options.fast_sums)
-        )
-        and bias is None
-        and rows_per_group > ROWS // 2
-        and max(len(x.values) * deep, groups * max(columns, cdiv(columns, _BLOCK) * deep)) < _MOST
-    )
+    most = max(product.num_rows * deep, groups * max(columns, cdiv(columns, _BLOCK) * deep))
+    return f"fewer than {_MOST:,} scales" if most >= _MOST else None
 
 
-def ragged_dot(
-    target: Target,
-    x: Parts,
-    w: Parts,
-    groups: Groups,
-    *,
-    options: Options,
-    implementation: KernelImplementation | None,
-) -> jax.Array:
+def ragged_dot(product: RaggedDot) -> jax.Array:
     """Multiplies each row by the transposed weights of its group; other rows are zero."""
     from triton.experimental.gluon import language as gl
 
     from triax.moe.products.sm90_8_bits_kernels import _ragged_dot_float32_sums_kernel
 
-    (num_rows, depth), (num_groups, columns, _) = x.values.shape, w.values.shape
-    out_type = jax.ShapeDtypeStruct((num_rows, columns), options.dtype)
+    x, w, out_type = product.left, product.right, product.out_type
+    num_rows, depth, columns = product.num_rows, product.depth, product.columns
     layout = gl.NVMMASharedLayout(swizzle_byte_width=_BLOCK, element_bitwidth=8, rank=2)
-    bits = 8 * options.dtype.itemsize
+    bits = 8 * out_type.dtype.itemsize
     made = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=4)
-    all_columns = w.values.reshape(num_groups * columns, depth)
-    tiles, _ = schedule(groups, num_rows, ROWS, implementation, ROW_TILES)
+    all_columns = w.values.reshape(product.num_groups * columns, depth)
+    tiles, _ = schedule(product.groups, num_rows, ROWS, product.implementation, ROW_TILES)
     return launch(
         _ragged_dot_float32_sums_kernel,
         TensorDescriptor.from_array(x.values, (ROWS, _BLOCK), layout),
@@ -94,10 +77,10 @@ def ragged_dot(
         depth,
         columns,
         out_type=out_type,
-        grid=target.multiprocessors,
+        grid=product.target.multiprocessors,
         num_warps=4,
         backend_options={"maxnreg": _REGISTERS},
-        implementation=implementation,
+        implementation=product.implementation,
         BLOCKED=x.deep is not None,
         BLOCK_ROWS=ROWS,
         BLOCK_COLUMNS=_COLUMNS,

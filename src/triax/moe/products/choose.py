@@ -1,0 +1,220 @@
+"""Chooses the kernel of every product: the first of a list whose needs are met."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from triax.moe.activations.launchers import glu
+from triax.moe.products import any_gpu, any_gpu_gradients, few_rows, sm90_8_bits, sm90_16_bits
+from triax.moe.products.operands import Parts, parts
+from triax.moe.products.options import Groups, Options
+from triax.moe.products.product import GroupOuter, Product, RaggedDot
+from triax.moe.products.quantized_outer_reference import quantized_outer_reference
+from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared.arrays import stored
+from triax.moe.shared.target import Target, for_target
+
+
+class Kernel(NamedTuple):
+    """A way to compute a product.
+
+    Attributes:
+      name: of the file that launches it, or of the kernel.
+      needs: returns what the kernel needs and a product does not have; None if it takes it.
+      launch: computes the product.
+      applies_glu: whether `launch` also applies the activation of a product that has one.
+    """
+
+    name: str
+    needs: Callable[[Any], str | None]
+    launch: Callable[[Any], Any]
+    applies_glu: bool = False
+
+
+class Choice(NamedTuple):
+    """The kernel of a product, and what those before it in the list need."""
+
+    product: str
+    kernel: str
+    needs: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"  not {kernel}, which needs {needed}" for kernel, needed in self.needs]
+        return "\n".join([f"{self.product}: {self.kernel}", *lines])
+
+
+_choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
+    "choices", default=None
+)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[Choice]]:
+    """Lists the choices for products that are lowered inside, each once."""
+    choices: list[Choice] = []
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
+
+
+def _dequantized(product: RaggedDot) -> Any:
+    few_rows.warn_of_dequantizing(product)
+    return _run(RAGGED_DOT, few_rows.dequantized(product))
+
+
+def _in_plain_jax(product: GroupOuter) -> jax.Array:
+    sides = product.left.values, product.right.values
+    keywords: dict[str, Any] = {"options": product.options, "dtypes": product.rounded_to}
+    return quantized_outer_reference(*sides, *product.sources, product.groups, **keywords)
+
+
+def _takes_all(product: Product) -> None:
+    return None
+
+
+RAGGED_DOT = (
+    Kernel("few_rows_of_tiles", few_rows.needs_of_tiles, few_rows.few_rows_of_tiles),
+    Kernel("few_rows", few_rows.needs, few_rows.few_rows),
+    Kernel("dequantized", few_rows.dequantizing_needs, _dequantized, applies_glu=True),
+    Kernel("sm90_8_bits", sm90_8_bits.needs, sm90_8_bits.ragged_dot),
+    Kernel("sm90_16_bits", sm90_16_bits.needs, sm90_16_bits.ragged_dot, applies_glu=True),
+    Kernel("any_gpu", _takes_all, any_gpu.ragged_dot),
+)
+GROUP_OUTER = (
+    Kernel("sm90_16_bits", sm90_16_bits.needs_of_gradients, sm90_16_bits.group_outer),
+    Kernel("any_gpu", any_gpu_gradients.needs, any_gpu_gradients.group_outer),
+    Kernel("plain JAX", _takes_all, _in_plain_jax),
+)
+
+
+def choose(kernels: tuple[Kernel, ...], product: Product) -> Kernel:
+    """Returns the first kernel that takes a product; the last one takes all."""
+    needs = []
+    for kernel in kernels:
+        needed = kernel.needs(product)
+        if needed is None:
+            break
+        needs.append((kernel.name, needed))
+    choice = Choice(str(product), kernel.name, tuple(needs))
+    if (choices := _choices.get()) is not None and choice not in choices:
+        choices.append(choice)
+    return kernel
+
+
+def _run(kernels: tuple[Kernel, ...], product: Product) -> Any:
+    """Launches the kernel of a product, and its activation where the kernel does not apply it."""
+    kernel = choose(kernels, product)
+    result = kernel.launch(product)
+    if kernel.applies_glu or not isinstance(product, RaggedDot) or product.glu is None:
+        return result
+    keywords: dict[str, Any] = {"spec": product.glu, "implementation": product.implementation}
+    return result, glu(result, None, product.row_weights, **keywords)
+
+
+def ragged_dot(
+    rows: Any, weights: Any, *others: Any, transposed: bool, options: Options, **keywords: Any
+) -> jax.Array:
+    """Multiplies each row by its group's weights, maybe transposed; zeros outside groups."""
+    axis = 1 if transposed and not isinstance(weights, ScaledArray) else 2
+    out_type = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[axis]), stored(options.dtype))
+    keywords |= {
+        "options": dataclasses.replace(options, dtype=out_type.dtype),
+        "transposed": transposed,
+    }
+    result = for_target(_ragged_dot, rows, weights, *others, out_type=out_type, **keywords)
+    return result.astype(options.dtype)
+
+
+def _ragged_dot(
+    target: Target,
+    rows: Any,
+    weights: Any,
+    groups: Groups,
+    bias: jax.Array | None = None,
+    bias_weights: jax.Array | None = None,
+    **keywords: Any,
+) -> jax.Array:
+    operands: dict[str, Any] = {"left": parts(rows), "right": parts(weights), "weights": weights}
+    operands |= {"groups": groups, "bias": bias, "bias_weights": bias_weights}
+    result: jax.Array = _run(RAGGED_DOT, RaggedDot(target=target, **operands, **keywords))
+    return result
+
+
+def ragged_dot_glu(rows: Any, weights: Any, *others: Any, options: Options, **keywords: Any) -> Any:
+    """Returns gate and up as `ragged_dot` does, and the result of `glu`."""
+    columns = weights.shape[1 if keywords["transposed"] else 2]
+    shapes = (rows.shape[0], columns), (rows.shape[0], keywords["spec"].width(columns))
+    keywords["out_type"] = tuple(jax.ShapeDtypeStruct(shape, options.dtype) for shape in shapes)
+    return for_target(_ragged_dot_glu, rows, weights, *others, options=options, **keywords)
+
+
+def _ragged_dot_glu(
+    target: Target,
+    rows: Any,
+    weights: Any,
+    groups: Groups,
+    bias: Any,
+    row_weights: Any,
+    *,
+    spec: Any,
+    **keywords: Any,
+) -> tuple[jax.Array, jax.Array]:
+    operands: dict[str, Any] = {"left": Parts(rows), "right": Parts(weights), "weights": weights}
+    operands |= {"groups": groups, "bias": bias, "row_weights": row_weights, "glu": spec}
+    both: tuple[jax.Array, jax.Array] = _run(
+        RAGGED_DOT, RaggedDot(target=target, **operands, **keywords)
+    )
+    return both
+
+
+def group_outer(left: jax.Array, right: jax.Array, groups: Groups, **keywords: Any) -> jax.Array:
+    """Sums left × right over the rows of each group: [groups, left, right]."""
+    return _outer(left, right, None, None, groups, dtypes=None, **keywords)
+
+
+def quantized_outer(
+    *operands: Any, dtypes: tuple[np.dtype, np.dtype], **keywords: Any
+) -> jax.Array:
+    """Sums left × right over the rows of each group, both in 8 bits."""
+    return _outer(*operands, dtypes=dtypes, **keywords)
+
+
+def _outer(left: Any, right: Any, *others: Any, options: Options, **keywords: Any) -> jax.Array:
+    groups: Groups = others[-1]
+    shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
+    keywords |= {"out_type": jax.ShapeDtypeStruct(shape, options.dtype), "options": options}
+    result: jax.Array = for_target(_group_outer, left, right, *others, **keywords)
+    return result
+
+
+def _group_outer(
+    target: Target,
+    left: jax.Array,
+    right: jax.Array,
+    left_source: jax.Array | None,
+    right_source: jax.Array | None,
+    groups: Groups,
+    *,
+    dtypes: tuple[np.dtype, np.dtype] | None,
+    **keywords: Any,
+) -> jax.Array:
+    product = GroupOuter(
+        target=target,
+        left=Parts(left),
+        right=Parts(right),
+        groups=groups,
+        sources=(left_source, right_source),
+        rounded_to=dtypes,
+        **keywords,
+    )
+    result: jax.Array = _run(GROUP_OUTER, product)
+    return result

@@ -1,0 +1,100 @@
+"""Which kernel a product takes, and what those before it need."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import pytest
+
+import triax
+from tests.moe.launches import E4M3, array, product, product_of, scaled
+from tests.moe.products.chosen import without
+from triax import moe
+from triax.compat import jax_private, versions
+from triax.moe.products import choose
+
+pytestmark = pytest.mark.cuda_plugin
+FLOATS_ALONE = "weights of float8_e4m3fn, int8 or 4 bits"
+HALVES = {
+    "few_rows_of_tiles": FLOATS_ALONE,
+    "few_rows": FLOATS_ALONE,
+    "dequantized": "weights of 4 bits, in tiles, or of 8 bits and more than 256 rows of 16 bits",
+}
+
+
+@pytest.fixture(autouse=True)
+def newest(monkeypatch):
+    monkeypatch.setattr(jax_private, "supports_tensor_maps", lambda: True)
+    monkeypatch.setattr(versions, "installed", lambda package: "3.9.0")
+
+
+def chosen(monkeypatch, card, case):
+    function, arrays = case
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", str(card))
+    run = jax.jit(functools.partial(function, implementation=None))
+    with choose.noted() as choices:
+        jax.make_jaxpr(run)(*arrays)
+        assert not choices  # the GPU is not known yet
+        run.trace(*arrays).lower(lowering_platforms=("cuda",))
+    return [(each.kernel, dict(each.needs)) for each in choices]
+
+
+@pytest.mark.parametrize(
+    ("card", "case", "kernel", "needs"),
+    [
+        (90, product(4000, 512, 1024), "sm90_16_bits", "rows and weights of 8-bit floats"),
+        (90, product(4000, 512, 128), "any_gpu", "more than 128 columns"),
+        (90, product(320, 512, 256), "any_gpu", "more than 64 rows for each group on average"),
+        (90, product(4000, 512, 256, "float32"), "any_gpu", "a result of one dtype of 16 bits"),
+        (90, product(4000, 508, 256), "any_gpu", "begin at multiples of 16 bytes"),
+        (80, product(4000, 512, 1024), "any_gpu", "Hopper (compute capability 9.0)"),
+    ],
+)
+def test_products_of_floats(monkeypatch, card, case, kernel, needs):
+    ((found, reasons),) = chosen(monkeypatch, card, case)
+    assert found == kernel
+    assert list(reasons) == [each.name for each in choose.RAGGED_DOT][: len(reasons)]
+    assert HALVES.items() <= reasons.items()
+    assert needs in [*reasons.values()][-1]
+
+
+def test_weights_are_dequantized_and_then_multiplied(monkeypatch):
+    weights = scaled(array(5, 256, 512, dtype=E4M3), (1, 128, 128), transposed=True)
+    first, second = chosen(monkeypatch, 90, product_of(array(5 * 257, 512), weights))
+    assert first[0] == "dequantized"
+    assert first[1]["few_rows"] == "at most 256 rows for each group on average"
+    assert second[0] == "sm90_16_bits"
+    few, *others = chosen(monkeypatch, 90, product_of(array(5 * 256, 512), weights))
+    assert not others
+    assert few[0] == "few_rows"
+    assert few[1].keys() == {"few_rows_of_tiles"}
+
+
+def test_the_weights_gradient(monkeypatch):
+    function, arrays = product(4000, 512, 1024)
+
+    def gradient(rows, weights, sizes, **how):
+        return jax.grad(lambda w: function(rows, w, sizes, **how).sum())(weights)
+
+    for name, kernel in (("", "sm90_16_bits"), ("sm90_16_bits", "any_gpu")):
+        context = without(name) if name else without("few_rows")
+        with context:
+            *_, (found, _) = chosen(monkeypatch, 90, (gradient, arrays))
+        assert found == kernel
+
+
+def test_explain_says_why(monkeypatch):
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")
+    _, arrays = product(4000, 512, 1024)
+    found = triax.explain(moe.ragged_dot, *arrays)
+    assert repr(found).splitlines()[-6:] == [
+        "ragged_dot of bfloat16[4000, 512] × bfloat16[5, 512, 1024]: any_gpu",
+        f"  not few_rows_of_tiles, which needs {FLOATS_ALONE}",
+        f"  not few_rows, which needs {FLOATS_ALONE}",
+        f"  not dequantized, which needs {HALVES['dequantized']}",
+        "  not sm90_8_bits, which needs Hopper (compute capability 9.0)",
+        "  not sm90_16_bits, which needs Hopper (compute capability 9.0)",
+    ]
+    assert found.products[0].kernel == "any_gpu"
+    assert "<td>any_gpu</td>" in found._repr_html_()
