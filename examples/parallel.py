@@ -129,7 +129,7 @@ def loss(params: Params, x: jax.Array, y: jax.Array, dtype: Any, spread: bool) -
 
 
 def loss_on(mesh: Mesh, dtype: Any) -> Any:
-    """The loss of whole arrays, which are cut over a mesh."""
+    """The loss of whole arrays, which are sharded over a mesh."""
     local = functools.partial(loss, dtype=dtype, spread=True)
     return jax.shard_map(local, mesh=mesh, in_specs=(SPECS, BATCH, BATCH), out_specs=P())
 
@@ -157,7 +157,7 @@ def adamw(state: Any, gradients: Params) -> Any:
 
 
 def shardings(mesh: Mesh) -> Any:
-    """Where the state is: the moments of a weight are cut as it is."""
+    """Where the state is: the moments of a weight are sharded as it is."""
     weights = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     step = NamedSharding(mesh, P())
     return {"step": step, "params": weights, "mean": weights, "square": weights}
@@ -215,7 +215,7 @@ def save(folder: Path, state: Any) -> None:
 
 
 def restore(folder: Path, like: Any, placed: Any) -> Any:
-    """The state of types `like`, cut as `placed` says: also over another mesh."""
+    """The state of types `like`, sharded as `placed` says: also over another mesh."""
 
     def load(path: Any, kind: Any, sharding: NamedSharding) -> jax.Array:
         at = folder / jax.tree_util.keystr(path, simple=True, separator=".")
