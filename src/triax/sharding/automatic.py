@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
+    CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
@@ -45,12 +47,16 @@ def partitioned(split: FlatSplit, function: Function, board: Any = None) -> Func
             closed = ClosedJaxpr(jaxpr.jaxpr, both[len(operands) :])
             return tuple(jaxpr_as_fun(closed)(*both[: len(operands)]))
 
-        return _partitioned(extended, whole, board)(*operands, *constants)
+        shapes = [jnp.shape(array) for array in (*operands, *constants)]
+        rule = _shardy_rule(extended, shapes, [aval.shape for aval in jaxpr.out_avals])
+        return _partitioned(extended, whole, rule, board)(*operands, *constants)
 
     return run
 
 
-def _partitioned(split: FlatSplit, function: Function, board: Any) -> Function:
+def _partitioned(
+    split: FlatSplit, function: Function, rule: SdyShardingRule, board: Any
+) -> Function:
     run = custom_partitioning(function)
 
     def named(mesh: Any, axes: Any, strings: tuple[str, ...]) -> tuple[NamedSharding, ...]:
@@ -58,9 +64,8 @@ def _partitioned(split: FlatSplit, function: Function, board: Any) -> Function:
 
     def axes_of(mesh: Any, strings: tuple[str, ...], arrays: Any) -> Any:
         pairs = zip(strings, arrays, strict=True)
-        return mesh_axes(
-            mesh, split.shardable, ((s, a.shape, jax_private.spec_of(a, mesh)) for s, a in pairs)
-        )
+        specs = ((s, a.shape, jax_private.spec_of(a, mesh)) for s, a in pairs)
+        return mesh_axes(mesh, split.shardable, specs, split.pieces)
 
     def infer(mesh: Any, operands: Any, _: Any) -> Any:
         return named(mesh, axes_of(mesh, split.operands, operands), split.results)
@@ -76,7 +81,7 @@ def _partitioned(split: FlatSplit, function: Function, board: Any) -> Function:
     run.def_partition(
         partition,
         infer_sharding_from_operands=infer,
-        sharding_rule=_shardy_rule(split),
+        sharding_rule=rule,
         decode_shardings=False,
     )
     return run
@@ -110,21 +115,37 @@ mlir.register_lowering(
 )
 
 
-def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
-    """Returns the split as a Shardy rule, with a separate factor per dimension that stays whole."""
-    whole: list[str] = []
+def _shardy_rule(
+    split: FlatSplit, operand_shapes: Sequence[Any], result_shapes: Sequence[Any]
+) -> SdyShardingRule:
+    """Returns the split as a Shardy rule, with a separate factor per dimension that stays whole.
 
-    def names(dims: str) -> ArrayMapping:
-        named = []
-        for dim in dims:
+    So does what one of `split.pieces` has of a dimension.
+    """
+    whole: list[str] = []
+    sizes: dict[str, int] = {}
+    inferred: set[str] = set()
+
+    def stays_whole() -> str:
+        whole.append(f"whole{len(whole)}")
+        return whole[-1]
+
+    def names(dims: str, shape: Sequence[int]) -> ArrayMapping:
+        named: list[str | CompoundFactor] = []
+        for dim, size in zip(dims, shape, strict=True):
+            pieces = split.pieces.get(dim, size)
             if dim not in split.shardable:
-                dim = f"whole{len(whole)}"
-                whole.append(dim)
-            named.append(dim)
+                named.append(stays_whole())
+            elif pieces == size:
+                named.append(dim)
+                inferred.add(dim)
+            else:
+                named.append(CompoundFactor(dim, stays_whole()))
+                sizes.update({dim: pieces, whole[-1]: size // pieces})
         return ArrayMapping(*named)
 
-    operands = tuple(map(names, split.operands))
-    results = tuple(map(names, split.results))
+    operands = tuple(map(names, split.operands, operand_shapes))
+    results = tuple(map(names, split.results, result_shapes))
     summed = {*split.shardable} - {*"".join(split.results)}
     # Shardy wants summed dimensions in the order in which they appear in the operands.
     appearing = dict.fromkeys(dim for dim in "".join(split.operands) if dim in summed)
@@ -133,6 +154,8 @@ def _shardy_rule(split: FlatSplit) -> SdyShardingRule:
         results,
         reduction_factors=tuple(appearing),
         need_replication_factors=tuple(whole),
+        # JAX infers the sizes of factors that are whole dimensions.
+        **{name: size for name, size in sizes.items() if name not in inferred},
     )
 
 

@@ -122,7 +122,7 @@ def shard_alike(shardable: str, dims: Sequence[str], arrays: Sequence[Any]) -> l
 
 def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> Function:
     """Returns the op in shards, as the types of its operands say."""
-    axes = _explicit_axes(mesh, split.shardable, split.operands, operands)
+    axes = _explicit_axes(mesh, split.shardable, split.operands, operands, split.pieces)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     names = {name for name, type_ in kinds if type_ is AxisType.Explicit}
     return _in_shards(mesh, names, split, axes)
@@ -136,7 +136,7 @@ def shard_only(function: Function, split: Split, *arguments: Any) -> Any:
     _, results = traced(mesh, function, arguments)
     flat = flatten(split, arguments, results, "the layer")
     operands = jax.tree.leaves(arguments)
-    axes = _explicit_axes(mesh, flat.shardable, flat.operands, operands)
+    axes = _explicit_axes(mesh, flat.shardable, flat.operands, operands, flat.pieces)
     if not axes:
         return function(*arguments)
     used = tuple(name for names in axes.values() for name in names)
@@ -174,14 +174,18 @@ def _of_copies(split: FlatSplit, copied: Sequence[bool]) -> FlatSplit:
 
 
 def _explicit_axes(
-    mesh: Any, shardable: str, dims: Sequence[str], arrays: Sequence[Any]
+    mesh: Any,
+    shardable: str,
+    dims: Sequence[str],
+    arrays: Sequence[Any],
+    pieces: Mapping[str, int] = {},
 ) -> dict[str, MeshAxes]:
     specs = (
         (of_array, array.shape, sharding.spec)
         for of_array, array in zip(dims, arrays, strict=True)
         if array is not None and (sharding := sharding_of(array)) is not None and any(sharding.spec)
     )
-    return mesh_axes(mesh, shardable, specs)
+    return mesh_axes(mesh, shardable, specs, pieces)
 
 
 def _in_shards(

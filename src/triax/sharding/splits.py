@@ -70,12 +70,16 @@ class Split(NamedTuple):
       shardable: the dimensions that may be sharded; those of one letter are sharded alike.
       run: ``run(shard, *arguments)`` runs the op on a shard. If no result has a dimension of
         `shardable`, `run` must add up the shards over it (`Shard.sum`).
+      pieces: the most shards of a dimension, if these are fewer than its size. Arrays may then
+        count other things along it, such as blocks that share a scale: each size is a multiple of
+        the number of pieces.
     """
 
     arguments: tuple[Dims, ...]
     results: Dims | tuple[Dims, ...]
     shardable: str
     run: Function
+    pieces: Mapping[str, int] = {}
 
 
 class FlatSplit(NamedTuple):
@@ -85,6 +89,7 @@ class FlatSplit(NamedTuple):
     results: tuple[str, ...]
     shardable: str
     local: Callable[[Shard], Function]
+    pieces: Mapping[str, int] = {}
 
 
 def flatten(split: Split, arguments: Any, results: Any, name: str) -> FlatSplit:
@@ -104,10 +109,9 @@ def flatten(split: Split, arguments: Any, results: Any, name: str) -> FlatSplit:
     outputs = results if isinstance(results, tuple) else (results,)
     declared = split.results if isinstance(split.results, tuple) else (split.results,)
     strings = _dims(split.arguments, arguments), _dims(declared, outputs)
-    _check(
-        name, (*strings[0], *strings[1]), (*jax.tree.leaves(arguments), *jax.tree.leaves(results))
-    )
-    return FlatSplit(*strings, split.shardable, local)
+    arrays = *jax.tree.leaves(arguments), *jax.tree.leaves(results)
+    _check(name, (*strings[0], *strings[1]), arrays, split.pieces)
+    return FlatSplit(*strings, split.shardable, local, split.pieces)
 
 
 def _dims(declared: Sequence[Dims], arrays: Sequence[Any]) -> tuple[str, ...]:
@@ -121,11 +125,15 @@ def _dims(declared: Sequence[Dims], arrays: Sequence[Any]) -> tuple[str, ...]:
     return tuple(flat)
 
 
-def _check(name: str, strings: Sequence[str], arrays: Sequence[Any]) -> None:
-    sizes: dict[str, int] = {}
+def _check(
+    name: str, strings: Sequence[str], arrays: Sequence[Any], pieces: Mapping[str, int]
+) -> None:
+    sizes = dict(pieces)
     for dims, array in zip(strings, arrays, strict=True):
         for dim, size in itertools.zip_longest(dims, array.shape):
-            if dim is None or size is None or sizes.setdefault(dim, size) != size:
+            wanted = sizes.setdefault(dim, size)
+            fits = wanted == size or (dim in pieces and size and not size % wanted)
+            if dim is None or size is None or not fits:
                 known = f", where {dim!r} is {sizes[dim]}" if dim in sizes else ""
                 raise TypeError(
                     f"{name}: an array of shape {array.shape} is declared as {dims!r}{known}"
@@ -143,17 +151,20 @@ def batched(split: FlatSplit, axes: Sequence[int | None]) -> FlatSplit:
     )
     results = tuple(batch + dims for dims in split.results)
     local = lambda shard: jax.vmap(split.local(shard), tuple(axes))
-    return FlatSplit(operands, results, split.shardable + batch, local)
+    return FlatSplit(operands, results, split.shardable + batch, local, split.pieces)
 
 
 def mesh_axes(
-    mesh: Any, shardable: str, arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]]
+    mesh: Any,
+    shardable: str,
+    arrays: Iterable[tuple[str, Sequence[int], Iterable[Any]]],
+    pieces: Mapping[str, int] = {},
 ) -> dict[str, MeshAxes]:
     """Returns the mesh axes that each dimension is sharded over.
 
     `arrays` has each array's dimensions, shape and spec. For each dimension the first array that
-    has it decides, and no mesh axis is used twice. A dimension stays whole if its size is no
-    multiple of the number of shards, because XLA would pad the last shard.
+    has it decides, and no mesh axis is used twice. A dimension stays whole if its size, or number
+    of `pieces`, is no multiple of the number of shards, because XLA would pad the last shard.
     """
     axes: dict[str, MeshAxes] = {}
     used: set[str] = set()
@@ -162,7 +173,7 @@ def mesh_axes(
             names = (entry,) if isinstance(entry, str) else tuple(entry or ())
             count = math.prod(mesh.shape[name] for name in names)
             free = dim in shardable and dim not in axes and not used & {*names}
-            if free and not size % count:
+            if free and not pieces.get(dim, size) % count:
                 axes[dim] = names
                 used |= {*names}
     return {dim: names for dim, names in axes.items() if names}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests.moe.quantization.oracle import E8M0, PACKED, draw, exactly, expected,
 from tests.moe.test_sharding import collectives, compiled, kind, mesh_of  # noqa: F401
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError, DifferentiationError
+from triax.moe.quantization import packing
 from triax.moe.quantization.packing import pack
 from triax.testing import assert_same_bits
 
@@ -177,13 +179,30 @@ def test_zeros_are_tiled_with_their_scales():
 
 
 @pytest.mark.slow("many programs for one rule")
+def test_tiles_of_another_version_must_be_made_again():
+    """The version is a part of the structure, and of a pickle; pickles of old tiles have none."""
+    stored = moe.quantize(np.zeros((64, 64), np.float32), "int4", block=(1, 32))
+    tiled = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, stored.tile())))
+    assert tiled.tiles == stored.tile().tiles == packing.TILES_VERSION
+    assert jax.tree.structure(tiled) != jax.tree.structure(stored)
+    np.testing.assert_array_equal(tiled.dequantize(), stored.dequantize())
+    with pytest.raises(ArgumentValueError, match=r"`tiles` must be 1.*got 0\. Call `tile` again"):
+        dataclasses.replace(tiled, tiles=0)
+    vars(tiled)["tiles"] = 0
+    with pytest.raises(ArgumentValueError, match=r"`self` is .*mistake: .*got 0\. Call `tile`"):
+        tiled.dequantize()
+    del vars(tiled)["tiles"]
+    with pytest.raises(ArgumentTypeError, match=r"got int32.*their version, `tiles`: call `tile`"):
+        tiled.dequantize()
+
+
 def test_what_is_not_tiled():
     zeros = lambda *shape: jnp.zeros(shape, jnp.bfloat16)
     with pytest.raises(ArgumentTypeError, match=r"`self` must have .* tiled; got float8_e5m2"):
         moe.quantize(zeros(64, 64), "float8_e5m2", block=(1, None)).tile()
     eight = moe.quantize(zeros(64, 64), block=(1, None)).tile()
     with pytest.raises(ArgumentValueError, match=r"`packed` must be .*float8_e4m3fn"):
-        dataclasses.replace(eight, values=eight.values.astype(jnp.uint8))
+        dataclasses.replace(eight, values=eight.values.astype(jnp.uint8), tiles=None)
     with pytest.raises(ArgumentValueError, match=r"depth / 64, 1024\] where float8_e4m3fn"):
         dataclasses.replace(eight, values=eight.values[..., :512])
     for shape in ((64, 96), (96, 64), (64,)):

@@ -5,6 +5,8 @@ A `ScaledArray` of weights is [groups, depth, columns], whichever way its values
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization.packing import E8M0, PACKED, TILE, TILED
-from triax.moe.quantization.scaled import ScaledArray, check, stored_block
+from triax.moe.quantization.scaled import ScaledArray, check, stored_block, swapped
 from triax.moe.shared import arguments
 from triax.moe.shared.blocks import power_of_two
 
@@ -70,24 +72,43 @@ def parts(operand: Any) -> Parts:
     return Parts(operand.values, scales, deep, wide, *more)
 
 
-def is_blocked(operand: Any) -> bool:
-    """Whether an operand's scales vary along the depth, or its numbers are packed."""
-    return isinstance(operand, ScaledArray) and bool(operand.packed or _sizes(operand)[0])
-
-
 def dims(operand: Any, of_values: str) -> list[str]:
     """Returns the dimensions of each array of an operand: values, scales and zeros.
 
-    A dimension has the letter `_` if several of its elements share a scale or a byte.
+    A dimension has the letter `_` if all of its elements share a scale.
     """
     if not isinstance(operand, ScaledArray):
         return [of_values]
-    block = zip(of_values, stored_block(operand), strict=True)
-    of_scales = "".join(dim if of == 1 else "_" for dim, of in block)
-    of_scales = of_values[0] + "__" if operand.scales_tiled else of_scales
-    if operand.packed:
-        of_values = of_values[0] + "___" if operand.tiled else of_values[:-1] + "_"
+    blocks = zip(of_values, _shared(operand), strict=True)
+    of_scales = "".join("_" if of is None else dim for dim, of in blocks)
+    of_values += "_" * operand.tiled
     return [of_values, of_scales, of_scales][: len(jax.tree.leaves(operand))]
+
+
+def pieces(operands: Iterable[tuple[Any, str]]) -> dict[str, int]:
+    """Returns the most shards of dimensions, none of which has a part of a block, byte or tile.
+
+    `operands` come with the dimensions of their values. One piece is all if the last is partial.
+    """
+    most: dict[str, int] = {}
+    least: dict[str, int] = {}
+    for operand, of_values in operands:
+        if not isinstance(operand, ScaledArray):
+            continue
+        stored = swapped(operand.shape) if operand.transposed else operand.shape
+        *_, columns, depth = of_values
+        whole = {columns: TILE, depth: TILE} if operand.tiled else {depth: 1 + bool(operand.packed)}
+        for dim, size, block in zip(of_values, stored, _shared(operand), strict=True):
+            least[dim] = math.lcm(least.get(dim, 1), block or 1, whole.get(dim, 1))
+            most[dim] = 1 if size % least[dim] else size // least[dim]
+    return {dim: count for dim, count in most.items() if least[dim] > 1}
+
+
+def _shared(operand: ScaledArray) -> tuple[int | None, ...]:
+    """Returns the block along the dimensions of the values, None if all of one shares scales."""
+    stored = swapped(operand.shape) if operand.transposed else operand.shape
+    blocks = zip(stored_block(operand), stored, strict=True)
+    return tuple(None if of is None or of >= size > 1 else of for of, size in blocks)
 
 
 def _sizes(operand: ScaledArray) -> tuple[int | None, int | None]:
@@ -95,6 +116,8 @@ def _sizes(operand: ScaledArray) -> tuple[int | None, int | None]:
     _, depth, *columns = operand.shape
     sizes = zip(operand.block[1:], operand.shape[1:], strict=True)
     deep, wide = (*(None if of is None or of >= n else of for of, n in sizes), None)[:2]
+    if operand.scales_tiled:  # a shard of the depth may have one scale, in the order of tiles
+        deep = stored_block(operand)[-1] if operand.transposed else deep
     is_packed = operand.dtype in PACKED
     if deep is None and wide is not None and wide > 1 and not is_packed:
         # Kernels expect column blocks to have a depth: one that covers all of it.

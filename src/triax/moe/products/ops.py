@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from triax.errors import DifferentiationError
 from triax.moe.activations.ops import glu
 from triax.moe.products import any_gpu_gradients, choose, reference
-from triax.moe.products.operands import dims, is_blocked
+from triax.moe.products.operands import dims, pieces
 from triax.moe.products.options import Groups
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.arrays import at_least_float32
@@ -167,10 +167,11 @@ def dims_of_groups(groups: Groups) -> list[str]:
 
 
 def _dims(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> Any:
-    """Allows shards of rows alone if scales vary along the depth, or numbers are packed."""
-    of_weights = dims(weights, "gnk" if transposed else "gkn")
-    operands = dims(rows, "rk"), of_weights, dims_of_groups, "gn", "r"
-    return operands, "rn", "r" if any(map(is_blocked, (rows, weights))) else "rkn"
+    """Allows shards between blocks that share a scale, a byte or a tile."""
+    of_weights = "gnk" if transposed else "gkn"
+    most = pieces(((rows, "rk"), (weights, of_weights)))
+    operands = dims(rows, "rk"), dims(weights, of_weights), dims_of_groups, "gn", "r"
+    return operands, "rn", "".join(dim for dim in "rkn" if most.get(dim) != 1), most
 
 
 # Multiplies each row by the weights of its group, which may be `transposed`. Operands: rows,

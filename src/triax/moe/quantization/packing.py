@@ -23,6 +23,9 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 TILE = 64
 """The columns, and the depth, of a tile."""
 
+TILES_VERSION = 1
+"""The version of the order of bits in tiles, of scales in them, and of the sizes of a tile."""
+
 TILED = {
     dtype.name: dtype for dtype in (*PACKED, *map(np.dtype, (ml_dtypes.float8_e4m3fn, "int8")))
 }

@@ -26,7 +26,7 @@ FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
 """The dtypes of scales that are no powers of two: 8-bit numbers have the first, 4-bit ones any."""
 Block = tuple[int | None, ...]
 _PARTS = "values", "scales", "zeros"
-_STATIC = "block", "transposed", "packed"
+_STATIC = "block", "transposed", "packed", "tiles"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -59,6 +59,8 @@ class ScaledArray:
         words from `tile`, also "float8_e4m3fn" or "int8"; otherwise None.
       zeros: int8 or float32, in the shape of `scales`: the zero point of each block. For "int4"
         alone; None is zero.
+      tiles: the version of the tiles' layout, from `tile`; None for numbers that are not in tiles.
+        Another version than this one of Triax is an error.
 
     Raises:
       ArgumentTypeError: an array has an unsupported dtype, or a size of `block` is not an int.
@@ -71,6 +73,7 @@ class ScaledArray:
     transposed: bool = False
     packed: str | None = None
     zeros: jax.Array | None = None
+    tiles: int | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.values, "dtype") or hasattr(self.scales, "dtype"):
@@ -78,7 +81,7 @@ class ScaledArray:
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         parts = [(jax.tree_util.GetAttrKey(name), part) for name, part in self._parts()]
-        return parts, (self.block, self.transposed, self.packed)
+        return parts, tuple(getattr(self, name) for name in _STATIC)
 
     @classmethod
     def tree_unflatten(cls, static: Any, parts: Any) -> ScaledArray:
@@ -105,12 +108,12 @@ class ScaledArray:
     @property
     def tiled(self) -> bool:
         """Whether the values are in tiles, from `tile`."""
-        return bool(self.packed) and getattr(self.values, "dtype", None) == jnp.int32
+        return self.tiles is not None
 
     @property
     def scales_tiled(self) -> bool:
         """Whether `tile` has reordered scales and zeros, too: it does if a column has several."""
-        return self.tiled and _are_of_columns(self)
+        return self.tiled and _are_of_columns(stored_block(self))
 
     @property
     def ndim(self) -> int:
@@ -165,8 +168,8 @@ class ScaledArray:
 
         A tile has 64 columns and 64 of their depth. The values are int32 [..., columns / 64, depth
         / 64, 512], or 1024 in 8 bits. Scales and zeros for blocks of the depth, [..., columns,
-        blocks], become [..., columns / 64, 64 · blocks]. NumPy arrays stay on the host. Tiles that
-        are cut over devices along columns or depth are gathered in each product.
+        blocks], become [..., columns / 64, 64 · blocks]. NumPy arrays stay on the host. Tiles may
+        be sharded along columns and depth, scales at the same places.
 
         Returns:
           A `ScaledArray` of the same numbers; this one if it is tiled.
@@ -187,7 +190,7 @@ class ScaledArray:
         if self.scales_tiled:
             parts |= _reordered(self, packing.untile_scales)
         packed = self.packed if self.dtype in PACKED else None
-        return dataclasses.replace(self, **parts, packed=packed)
+        return dataclasses.replace(self, **parts, packed=packed, tiles=None)
 
     def astype(self, dtype: Any) -> jax.Array:
         """Calls `dequantize`; arrays have this method too."""
@@ -352,16 +355,22 @@ def tiled(name: str, array: ScaledArray) -> ScaledArray:
             f"tiled; got shape {array.shape}. Leave it as it is."
         )
     packed = array.dtype.name
+    # A shard of the depth may have one scale for each column, but has the order of many.
+    block = tuple(
+        None if of is not None and of >= size > 1 else of
+        for of, size in zip(array.block, array.shape, strict=True)
+    )
     parts: dict[str, Any] = {"values": packing.tile(_whole(array.values, 2), packed)}
-    if _are_of_columns(array):
+    if _are_of_columns(swapped(block) if array.transposed else block):
         parts |= _reordered(array, packing.tile_scales)
-    return dataclasses.replace(array, **parts, packed=packed)
+    new = {**parts, "block": block, "packed": packed, "tiles": packing.TILES_VERSION}
+    return dataclasses.replace(array, **new)
 
 
-def _are_of_columns(array: ScaledArray) -> bool:
-    """Whether each stored column has several scales of its own, each for a part of the column."""
-    *_, columns, deep = stored_block(array)
-    return columns == 1 and num_blocks(array._stored()[-1:], (deep,))[0] > 1
+def _are_of_columns(block: Block) -> bool:
+    """Whether each stored column has scales of its own, each for a part of the column."""
+    *_, columns, deep = block
+    return columns == 1 and deep is not None
 
 
 def _reordered(array: ScaledArray, reorder: Callable[[Any], Any]) -> dict[str, Any]:
@@ -453,6 +462,12 @@ def check_no_bytes(name: str, array: Any, ranks: range) -> None:
 def _checked(array: ScaledArray) -> Block:
     """Returns the block of an array, and checks its parts, which may be types of arrays."""
     values, packed = array.values, array.packed
+    if array.tiles not in (None, packing.TILES_VERSION):
+        raise ArgumentValueError(
+            f"Argument `tiles` must be {packing.TILES_VERSION}, the version of this Triax's tiles, "
+            f"or None; got {messages.short(array.tiles)}. Call `tile` again on numbers that are "
+            "not in tiles."
+        )
     names = [dtype.name for dtype in PACKED]
     messages.check_choice("packed", packed, (None, *(TILED if array.tiled else names)))
     remedy = ""
@@ -461,6 +476,8 @@ def _checked(array: ScaledArray) -> Block:
             " 4-bit numbers are stored in uint8, two to a byte, with "
             f"`packed={names[0]!r}` or `packed={names[1]!r}`."
         )
+    elif packed and getattr(values, "dtype", None) == jnp.int32:
+        remedy = " Words of tiles have their version, `tiles`: call `tile` on stored numbers."
     of_packed = np.dtype("int32" if array.tiled else "uint8")
     arguments.check_dtype("values", values, (of_packed,) if packed else DTYPES, remedy)
     remedy = " Cast them."

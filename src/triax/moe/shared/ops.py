@@ -61,7 +61,7 @@ class Op:
       inline: whether the op only adds a derivative to other ops. Each of these is then sharded
         for itself, and this op needs no dimensions and no `shardable`.
       dims: ``dims(*arguments, **options)`` returns `arguments`, `results` and `shardable` of one
-        call, for an op in which they differ from call to call.
+        call, and optionally `Split.pieces`, for an op in which they differ from call to call.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class Call:
         )
 
     def _split(self, arguments: Sequence[Any]) -> Split:
-        dims, results, shardable = self.op.dims(*arguments, **self.options)
+        dims, results, shardable, *pieces = self.op.dims(*arguments, **self.options)
         local = self.op.local or (lambda call, shard, *arguments: call.run(*arguments))
-        return Split(dims, results, shardable, functools.partial(local, self))
+        return Split(dims, results, shardable, functools.partial(local, self), *pieces)
 
     def _rule(
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]

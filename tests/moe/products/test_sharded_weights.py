@@ -1,0 +1,135 @@
+"""Scaled weights that are sharded along columns or depth: no numbers travel."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.moe.products import oracle
+from tests.moe.quantization.oracle import E8M0, exactly
+from triax import moe
+from triax.testing import assert_close, assert_same_bits
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+
+SIZES = np.array([20, 0, 9], np.int32)
+ROWS, DEPTH, COLUMNS = 40, 512, 256
+MOVED = re.compile(r"= (\w+)\[([\d,]*)\]\S* (all-[a-z]+|collective-permute)(?:-start)?\(")
+
+# The dtype, the block, and whether scales are powers of two.
+WAYS = {
+    "int4, a scale for each shard": ("int4", (1, DEPTH // 4, 1), "float32"),
+    "int4, columns": ("int4", (1, None, 1), "float32"),
+    "mxfp4": ("float4_e2m1fn", (1, 32, 1), E8M0),
+    "int8, columns": ("int8", (1, None, 1), "float32"),
+    "e4m3, 128 x 64": ("float8_e4m3fn", (1, 128, 64), "float32"),
+}
+
+
+@functools.cache
+def weights_of(dtype, block, scale_dtype="float32"):
+    array = np.random.default_rng(1).standard_normal((len(SIZES), DEPTH, COLUMNS), np.float32)
+    return moe.quantize(array, dtype, block=block, transposed=True, scale_dtype=scale_dtype)
+
+
+def rows():
+    drawn = np.random.default_rng(0).standard_normal((ROWS, DEPTH), np.float32)
+    return jnp.asarray(drawn, jnp.bfloat16)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4,), ("a",), axis_types=(kind,), devices=jax.devices()[:4])
+
+
+def put(mesh, array, spec):
+    """Shards each part as `spec` says where its size allows it."""
+
+    def placed(part):
+        fits = all(name is None or part.shape[i] % 4 == 0 for i, name in enumerate(spec))
+        return jax.device_put(part, NamedSharding(mesh, spec if fits else P()))
+
+    return jax.tree.map(placed, array)
+
+
+def product(rows, weights, implementation="xla"):
+    return moe.ragged_dot(rows, weights, SIZES, implementation=implementation)
+
+
+def check(found, weights):
+    exact = exactly(weights).astype(np.float32).astype(jnp.bfloat16)
+    assert_close(np.asarray(found), oracle.ragged_dot(np.asarray(rows()), exact, SIZES), terms=512)
+
+
+@pytest.mark.sampled(4, 8)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("along", ["columns", "depth"])
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_results_travel_and_weights_stay(way, tiled, implementation, along, kind):
+    weights = weights_of(*WAYS[way])
+    mesh = mesh_of(kind)
+    place = P(None, "a") if along == "columns" else P(None, None, "a")
+    with jax.set_mesh(mesh):
+        operands = put(mesh, rows(), P()), put(mesh, weights.tile() if tiled else weights, place)
+        program = jax.jit(functools.partial(product, implementation=implementation))
+        program = program.lower(*operands).compile()
+        found = program(*operands)
+    moved = MOVED.findall(program.as_text())
+    sums = [("f32", f"{ROWS},{COLUMNS}", "all-reduce")]  # before they are rounded
+    assert moved == (sums if along == "depth" else [])
+    assert ("a" in found.sharding.spec) == (along == "columns")
+    check(found, weights)
+
+
+@pytest.mark.sampled(1, 1)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("along", ["columns", "depth"])
+@pytest.mark.parametrize("tiled", [True, False])
+def test_weights_travel_where_shards_would_share_scales(tiled, along, kind):
+    weights = weights_of("float8_e4m3fn", (1, 256, 128))
+    mesh = mesh_of(kind)
+    place = P(None, "a") if along == "columns" else P(None, None, "a")
+    with jax.set_mesh(mesh):
+        given = put(mesh, weights.tile() if tiled else weights, place)
+        check(jax.jit(product)(put(mesh, rows(), P()), given), weights)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("along", ["columns", "depth"])
+def test_shards_inside_shard_map(along, implementation):
+    """With one block of scales in each shard, which stay in the order of tiles."""
+    weights = weights_of(*WAYS["int4, a scale for each shard"])
+    place = {"columns": P(None, "a"), "depth": P(None, None, "a")}[along]
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(P(None, "a") if along == "depth" else P(), place),
+        out_specs=P() if along == "depth" else P(None, "a"),
+    )
+    def run(rows, weights):
+        how = {"preferred_element_type": "float32", "implementation": implementation}
+        found = moe.ragged_dot(rows, weights, SIZES, **how)
+        found = jax.lax.psum(found, "a") if along == "depth" else found
+        return found.astype(rows.dtype)
+
+    check(run(rows(), weights.tile()), weights)
+
+
+def test_a_shard_has_the_tiles_of_its_numbers():
+    """Tiles may be made before an array is sharded, or after."""
+    weights = weights_of(*WAYS["int4, a scale for each shard"])
+    tiled, half = weights.tile(), DEPTH // 2
+    first = lambda part, size: part[..., : part.shape[-1] // size]
+    stored = jax.tree.map(lambda part: first(part, 2), weights)
+    parts = {"values": tiled.values[:, :, : half // 64], "scales": first(tiled.scales, 2)}
+    jax.tree.map(assert_same_bits, stored.tile(), type(tiled)(**{**vars(tiled), **parts}))
