@@ -68,7 +68,7 @@ class DotConfig:
         two, at most 128, so that few configs are needed.
         """
         rows, itemsize = fit(rows_per_group, LARGEST_TILE), itemsizes.left
-        # Few rows: each row tile reads the weights, and few groups exceed twice the average.
+        # Each row tile reads the weights again, so if rows are few, a tile holds twice the average.
         few = fit(2 * rows_per_group, LARGEST_TILE) if itemsize > 1 else rows
         deep = fit(max(depth, _LEAST_DEPTH[itemsize]), _LINE_BYTES // itemsize)
         widest = fit(columns, 256 if itemsize <= 2 else 128)
@@ -195,7 +195,8 @@ def shared_bytes(
 ) -> int:
     """Returns an upper bound of Triton's shared memory for a block of (rows, columns, depth).
 
-    Tensor cores that read registers need one buffer less: that stage has left shared memory.
+    If tensor cores read registers, one buffer less is needed: the stage that they multiply has left
+    shared memory.
     """
     rows, columns, depth = block
     left, right, result = itemsizes

@@ -205,8 +205,9 @@ def _bias(
 ):
     """Loads both halves of a block of a group's bias, and the weights of the block's rows, or [1].
 
-    If elements do not outnumber a program's threads, each thread loads the elements that it needs.
-    Otherwise elements pass between threads, and all wait for that before the next product begins.
+    A half has no more elements than a program has threads, so each thread loads those that it
+    needs. Of a whole block, threads would exchange elements, and wait for that before the next
+    product.
     """
     which = column + tl.arange(0, HALF)
     at = pointer + group.to(tl.int64) * num_columns + which

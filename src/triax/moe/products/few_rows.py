@@ -80,7 +80,7 @@ def _needs_of_operands(product: RaggedDot) -> str | None:
 
 
 def dequantizing_needs(product: RaggedDot) -> str | None:
-    """What weights have to be for a copy that other kernels read."""
+    """Returns what weights must be to be dequantized for other kernels; None if they are."""
     w, is_half = product.right, product.left.values.dtype.itemsize == 2
     if w.packed or (is_half and w.values.dtype.itemsize == 1 and has_many_rows(product)):
         return None
@@ -88,7 +88,7 @@ def dequantizing_needs(product: RaggedDot) -> str | None:
 
 
 def dequantized(product: RaggedDot) -> RaggedDot:
-    """Returns the product with weights that other kernels read."""
+    """Returns the product with dequantized weights, which other kernels take."""
     rows, w, weights = product.left.values, product.right, product.weights
     if w.packed or (w.deep and rows.dtype == jnp.bfloat16):
         w = widen(product.target, weights, rows.dtype, implementation=product.implementation)

@@ -4,8 +4,9 @@ A warp multiplies 64 columns, 64 of the depth at a time. Words of tiles have the
 thread multiplies (`packing.tile`), so each is widened where it has been loaded. SPLIT warps of a
 program take a part of the depth each, and their sums are added at the end.
 
-Triton gives each thread eight neighbours of the depth, because a load of 8 bits leads to the
-weights. A sum over the depth may take any order, so these are the neighbours in a thread's words.
+Triton lays an operand out by the narrowest load that it is computed from. So weights are made to
+depend on a load of 8 bits (`hidden`), and each thread multiplies eight neighbours of the depth. A
+sum over the depth may take any order: these are the neighbours that a thread's words hold.
 
 Row tiles are those of ragged_dot's schedule. With few rows each program finds its own from the
 sizes of groups, which takes less time than a launch.
@@ -62,13 +63,13 @@ def _tile_of(starts, ends, firsts, row_tile, ROWS: tl.constexpr):
 
 @triton.jit
 def _of_columns(parts):
-    """Reorders what columns have, [SPLIT, rows of threads 8, 4, 2], to [SPLIT, columns, 1]."""
+    """Reorders values of columns, as tiles have them, [SPLIT, 8, 4, 2], to [SPLIT, columns, 1]."""
     return parts.permute(0, 2, 3, 1).reshape(parts.shape[0], _TILE, 1)
 
 
 @triton.jit
 def _of_words(parts):
-    """Returns what both columns of each word have, of [SPLIT, parts of the depth, 8, 4, 2]."""
+    """Returns the values of both columns of each word, from [SPLIT, parts, 8, 4, 2]."""
     first, second = parts.permute(0, 3, 2, 1, 4).split()
     shape: tl.constexpr = (4 * parts.shape[0], 8, parts.shape[1], 1, 1)
     return first.reshape(shape), second.reshape(shape)
@@ -269,7 +270,7 @@ def _few_rows_of_tiles_kernel(
             words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, FIRST, STEP, STAGES
         )
         if FIRST == 1:
-            if tl.max(codes) >= 128:  # the highest bit: powers of 2 and more
+            if tl.max(codes) >= 128:  # some code has its highest bit: a power >= 2
                 total, _ = _sums(
                     words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, 2, STEP, 1
                 )

@@ -28,8 +28,8 @@ from triax.sharding.splits import Shard
 
 _NAMES = "left", "right", "groups", "bias", "bias_weights"
 
-# The gradients of each product's left and right operand, in the order in which they are computed:
-# the residual, the product, its operands. Keys are `transposed`, or None for `group_outer`.
+# How the gradients of a product's operands are computed, in this order: from which residual, by
+# which product, of which operands. Products are named by `transposed`, or None for `group_outer`.
 _GRADIENTS: dict[bool | None, dict[str, tuple[str, bool | None, tuple[str, str]]]] = {
     False: {
         "right": ("left", None, ("left", "gradient")),

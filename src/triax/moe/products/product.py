@@ -51,7 +51,7 @@ class Product:
         return self.left.values.dtype.itemsize == 4 and self.options.input_precision == "ieee"
 
     def needs_hopper(self) -> str | None:
-        """What a kernel in Gluon for Hopper needs of the target, and is not there."""
+        """Returns what a kernel in Gluon for Hopper needs and the target does not have, or None."""
         if self.implementation == "interpret":
             return "a GPU: Gluon is not interpreted"
         if self.target.compute_capability != _HOPPER:
@@ -105,7 +105,7 @@ class GroupOuter(Product):
     """The sums of left × right over the rows of each group.
 
     With `rounded_to` both sides are first rounded to 8 bits, with a scale for each group and
-    column. `sources` then may name the row of a side for each of the groups' rows.
+    column. Then a side may have `sources`: for each of the groups' rows, its index in the side.
     """
 
     rounded_to: tuple[np.dtype, np.dtype] | None = None

@@ -36,8 +36,9 @@ def schedule(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns row tiles, and the bounds of groups [2, groups + 1], in rows and in tiles.
 
-    Row tiles begin with [num_tiles, last group's end, first group's start, unused]. A tile has
-    [group, set's first row, group's end, place in its set]; a set has up to `row_tiles` tiles.
+    The first array is a list of records, four numbers each. The first record is [num_tiles, last
+    group's end, first group's start, unused]. The others are row tiles: [group, set's first row,
+    group's end, place in its set]. A set has up to `row_tiles` tiles.
     """
     from triax.moe.products.any_gpu_kernels import _ragged_dot_schedule_kernel
 

@@ -201,7 +201,7 @@ def _store(pointers, near, far, row, end, column, sizes, ACTIVATION: gl.constexp
 
 @gluon.jit
 def _store_inner(pointers, gate, up, row, end, column, width, ACTIVATION: gl.constexpr):
-    """Stores `glu` of a block of gate and up, which may be one, up to row `end`."""
+    """Stores `glu` of a block of gate and up, up to row `end`; without a gate both are one."""
     row_weights_ptr, _, inner_ptr = pointers
     CURVE: gl.constexpr = ACTIVATION[0]
     ALPHA: gl.constexpr = ACTIVATION[3]
@@ -225,9 +225,9 @@ def _store_inner(pointers, gate, up, row, end, column, width, ACTIVATION: gl.con
 
 @gluon.jit
 def _allocate(left, right, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
-    """Returns buffers to load, their views to multiply with those for results, and barriers.
+    """Returns the buffers of loads; their views for products, and buffers for results; barriers.
 
-    The two blocks of columns of a stage are one operand of a product.
+    In the views the two blocks of columns of a stage are one operand of a product.
     """
     x = gl.allocate_shared_memory(left.dtype, [STAGES] + left.block_shape, left.layout)
     w = gl.allocate_shared_memory(left.dtype, [2 * STAGES] + right.block_shape, right.layout)
