@@ -163,6 +163,8 @@ def _with_function(options: argparse.Namespace) -> int:
         return 1
     for result in results:
         options.show(result, options)
+    for choice in getattr(results, "products", ()):
+        print(choice)
     if not results:
         print(options.nothing)
     return 0

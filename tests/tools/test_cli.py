@@ -156,8 +156,15 @@ def test_explain(tmp_path, capsys):
         "    x = np.zeros(300, np.float32)\n"
         "    return blockwise(kernels.autotuned_add_kernel, x, x, n=300)\n"
         "def nothing():\n"
-        "    return 1\n",
+        "    return 1\n"
+        "def matmul():\n"
+        "    from triax import moe\n"
+        "    rows = np.ones((40, 64), np.float32)\n"
+        "    return moe.ragged_dot(rows, np.ones((2, 64, 16), np.float32), np.array([20, 20]))\n",
     )
+    assert cli.main(["explain", f"{file}:matmul"]) == 0
+    *_, choice = capsys.readouterr().out.partition("ragged_dot of float32[40, 64] × ")
+    assert choice.startswith("float32[2, 64, 16]: any_gpu\n  not few_rows_of_tiles, which needs ")
     assert cli.main(["explain", f"{file}:main"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("add_kernel: BLOCK=64, ")

@@ -140,6 +140,41 @@ def _store_rows(
 
 
 @triton.jit
+def _num_outside(first_row, last_row, num_rows, ROWS: tl.constexpr):
+    """Returns the number of row tiles before and past the groups."""
+    return tl.cdiv(first_row, ROWS) + tl.cdiv(num_rows - last_row, ROWS)
+
+
+@triton.jit
+def _outside(row_tile, first_row, last_row, num_rows, ROWS: tl.constexpr):
+    """Returns the first row of a row tile before or past the groups, and the end of such rows."""
+    before = tl.cdiv(first_row, ROWS)
+    is_before = row_tile < before
+    row = tl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS
+    return row, tl.where(is_before, first_row, num_rows)
+
+
+@triton.jit
+def _store_zeros(
+    out,
+    sizes,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Stores zeros in rows before and past the groups."""
+    first_row, last_row, num_rows, num_columns = sizes
+    num_column_tiles = tl.cdiv(num_columns, COLUMNS)
+    num_empty = _num_outside(first_row, last_row, num_rows, ROWS) * num_column_tiles
+    zeros = tl.zeros([ROWS, COLUMNS], DTYPE)
+    for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):
+        row, end = _outside(tile // num_column_tiles, first_row, last_row, num_rows, ROWS)
+        column = tile % num_column_tiles * COLUMNS
+        _store_rows(out, zeros, row, end, column, num_columns, ROWS, COLUMNS, TMA)
+
+
+@triton.jit
 def _halves(block, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Returns the left and the right half of a block."""
     return block.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1).split()
@@ -341,15 +376,5 @@ def _ragged_dot_kernel(
             out, right.to(DTYPE), row, end, column + half, num_columns, BLOCK_ROWS, half, TMA
         )
 
-    # Zeros for rows before and past the groups.
-    before = tl.cdiv(first_row, BLOCK_ROWS)
-    num_halves = tl.cdiv(num_columns, half)
-    num_empty = (before + tl.cdiv(num_rows - last_row, BLOCK_ROWS)) * num_halves
-    zeros = tl.zeros([BLOCK_ROWS, half], DTYPE)
-    for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):
-        row_tile = tile // num_halves
-        is_before = row_tile < before
-        row = tl.where(is_before, 0, last_row - before * BLOCK_ROWS) + row_tile * BLOCK_ROWS
-        end = tl.where(is_before, first_row, num_rows)
-        column = tile % num_halves * half
-        _store_rows(out, zeros, row, end, column, num_columns, BLOCK_ROWS, half, TMA)
+    zeros = first_row, last_row, num_rows, num_columns
+    _store_zeros(out, zeros, BLOCK_ROWS, half, DTYPE, TMA)

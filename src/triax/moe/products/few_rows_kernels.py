@@ -27,7 +27,7 @@ summed up again, with two multiplications.
 import triton
 import triton.language as tl
 
-from triax.moe.products.any_gpu_kernels import _GROUP_END, _tile
+from triax.moe.products.any_gpu_kernels import _GROUP_END, _store_zeros, _tile
 from triax.moe.products.unpacking_kernels import (
     _ALL,
     _POWER_DEPTH,
@@ -106,33 +106,6 @@ def _plus(total, w, x, scale, PERMUTED: tl.constexpr):
         return total + tl.dot(w, x.T) * scale[:, None]
     else:
         return total + tl.dot(x, w.T) * scale[None, :]
-
-
-@triton.jit
-def _store_zeros(
-    out_ptr,
-    first_row,
-    last_row,
-    num_rows,
-    num_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Stores zeros in rows before and past the groups."""
-    num_column_tiles = tl.cdiv(num_columns, COLUMNS)
-    before = tl.cdiv(first_row, ROWS)
-    num_empty = (before + tl.cdiv(num_rows - last_row, ROWS)) * num_column_tiles
-    for tile in range(tl.program_id(0), num_empty, tl.num_programs(0)):
-        row_tile = tile // num_column_tiles
-        is_before = row_tile < before
-        row = tl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS
-        which = row + tl.arange(0, ROWS)
-        columns = tile % num_column_tiles * COLUMNS + tl.arange(0, COLUMNS)
-        at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
-        mask = (which < tl.where(is_before, first_row, num_rows))[:, None]
-        zeros = tl.zeros([ROWS, COLUMNS], DTYPE)
-        tl.store(at, zeros, mask=mask & (columns < num_columns)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -309,6 +282,5 @@ def _few_rows_kernel(
         at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
         tl.store(at, total.to(DTYPE), mask=inside[:, None] & known[None, :])
 
-    _store_zeros(
-        out_ptr, first_row, last_row, num_rows, num_columns, BLOCK_ROWS, BLOCK_COLUMNS, DTYPE
-    )
+    zeros = first_row, last_row, num_rows, num_columns
+    _store_zeros(out_ptr, zeros, BLOCK_ROWS, BLOCK_COLUMNS, DTYPE, False)

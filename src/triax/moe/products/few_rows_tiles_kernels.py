@@ -18,8 +18,7 @@ zeros, are applied to the widened weights, which is exact. Other scales multiply
 import triton
 import triton.language as tl
 
-from triax.moe.products.any_gpu_kernels import _tile
-from triax.moe.products.few_rows_kernels import _store_zeros
+from triax.moe.products.any_gpu_kernels import _store_zeros, _tile
 from triax.moe.products.unpacking_kernels import (
     _base,
     _powers_at_once,
@@ -292,4 +291,5 @@ def _few_rows_of_tiles_kernel(
         at = out_ptr + which.to(tl.int64)[:, None] * num_columns + columns[None, :]
         tl.store(at, total.to(DTYPE), mask=inside[:, None])
 
-    _store_zeros(out_ptr, first_row, last_row, num_rows, num_columns, BLOCK_ROWS, _TILE, DTYPE)
+    zeros = first_row, last_row, num_rows, num_columns
+    _store_zeros(out_ptr, zeros, BLOCK_ROWS, _TILE, DTYPE, False)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from triax.moe.activations.kernels import _clipped as _clipped_of_triton
 from triax.moe.activations.kernels import _curve as _curve_of_triton
-from triax.moe.products.sm90_8_bits_kernels import _async_load, _tile
+from triax.moe.products.sm90_8_bits_kernels import _async_load, _num_outside, _outside, _tile
 
 # Triton 3.9 renamed both.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -158,13 +158,10 @@ def _finish(
         last_row = gl.load(tiles_ptr + 1)
         first_row = gl.load(tiles_ptr + 2)
         zeros = gl.zeros([ROWS, HALF], blocks.dtype, layout)
-        before = gl.cdiv(first_row, ROWS)
-        num_empty = (before + gl.cdiv(num_rows - last_row, ROWS)) * num_column_tiles
+        num_empty = _num_outside(first_row, last_row, num_rows, ROWS) * num_column_tiles
         for tile in range(gl.program_id(0), num_empty, gl.num_programs(0)):
             row_tile = tile // num_column_tiles
-            is_before = row_tile < before
-            row = gl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS
-            end = gl.where(is_before, first_row, num_rows)
+            row, end = _outside(row_tile, first_row, last_row, num_rows, ROWS)
             column = tile % num_column_tiles * wide
             _store(pointers, zeros, zeros, row, end, column, sizes, ACTIVATION)
 

@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from triax.moe.products.any_gpu_kernels import _GROUP_END
+from triax.moe.products.any_gpu_kernels import _num_outside as _num_outside_of_triton
+from triax.moe.products.any_gpu_kernels import _outside as _outside_of_triton
 from triax.moe.products.any_gpu_kernels import _tile as _tile_of_triton
 
 # Triton 3.9 renamed all three.
@@ -29,6 +31,7 @@ _async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glo
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 _tile = gluon.jit(_tile_of_triton.fn)
+_outside, _num_outside = gluon.jit(_outside_of_triton.fn), gluon.jit(_num_outside_of_triton.fn)
 
 
 @gluon.jit
@@ -141,14 +144,10 @@ def _multiply(out, buffers, barriers, pointers, sizes, BLOCKED: gl.constexpr, PA
         _store(out, right, far_made, row, end, column_tile * COLUMNS + HALF, MADE)
 
     # Zeros for rows before and past the groups.
-    before = gl.cdiv(first_row, ROWS)
-    num_empty = (before + gl.cdiv(num_rows - last_row, ROWS)) * blocks
+    num_empty = _num_outside(first_row, last_row, num_rows, ROWS) * blocks
     for tile in range(gl.program_id(0), num_empty, gl.num_programs(0)):
-        row_tile = tile // blocks
-        is_before = row_tile < before
-        row = gl.where(is_before, 0, last_row - before * ROWS) + row_tile * ROWS + PART * OWN
-        end = gl.where(is_before, first_row, num_rows)
-        _store(out, zeros, near_made, row, end, tile % blocks * HALF, 1)
+        row, end = _outside(tile // blocks, first_row, last_row, num_rows, ROWS)
+        _store(out, zeros, near_made, row + PART * OWN, end, tile % blocks * HALF, 1)
     tma.store_wait(0)
 
 
