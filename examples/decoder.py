@@ -107,8 +107,9 @@ def rope(given: Named) -> tuple[np.ndarray, float]:
 
 def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Config, Params]:
     """Puts the weights on the device: of a `moe.Checkpoint` or its folder, or of arrays by a
-    checkpoint's names and what its `config.json` holds. Raises ValueError for what is missing, or
-    has another shape than `config.json` says."""
+    checkpoint's names and what its `config.json` holds. Experts stay quantized, attention is
+    widened to the embedding's dtype. Raises ValueError for what is missing, or has another shape
+    than `config.json` says."""
     tensors = moe.Checkpoint(tensors) if isinstance(tensors, (str, Path)) else tensors
     given = Stated(tensors.config if given is None else given)
     config, is_gpt_oss = read_config(given), given["model_type"] == "gpt_oss"
@@ -133,9 +134,15 @@ def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Confi
     shapes |= dict.fromkeys(ends, (given["vocab_size"], hidden))
 
     def tensor(name: str, of_layer: str = "") -> Array:
-        if name not in tensors:
+        if of_layer.startswith("self_attn.") and of_layer.endswith("_proj.weight"):
+            made = moe.linear_from_checkpoint(tensors, name.removesuffix(".weight"), config=given)
+            is_scaled = isinstance(made, moe.ScaledArray)
+            array = jnp.asarray(made.astype(embedding.dtype) if is_scaled else made)
+        elif name in tensors:
+            array = jnp.asarray(tensors[name])
+        else:
             raise ValueError(f"The checkpoint has no `{name}`, which its configuration asks for.")
-        array, wanted = jnp.asarray(tensors[name]), shapes.get(of_layer or name, (hidden,))
+        wanted = shapes.get(of_layer or name, (hidden,))
         if array.shape != wanted:
             raise ValueError(
                 f"`{name}` must be of the configuration's shape {wanted}; got {array.shape}."
@@ -145,10 +152,14 @@ def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Confi
     def layer(index: int) -> Params:
         prefix = f"model.layers.{index}."
         names = {n for n in tensors if n.startswith(prefix) and ".experts." not in n}
-        if unknown := sorted(names - {prefix + name for name in own}):
+        known = {prefix + name for name in own}
+        split = {n: n.removeprefix(prefix).rpartition(".") for n in names - known}
+        # Those of quantized weights, and GPTQ's biases of layers that have none.
+        fine = {n for n, (of, _, end) in split.items() if of in linears and end != "bias"}
+        fine |= {n for n, (of, _, _) in split.items() if of in linears and not np.any(tensors[n])}
+        if unknown := sorted(names - known - fine):
             raise ValueError(
-                f"The checkpoint has `{unknown[0]}`, which its configuration does not ask for. "
-                "Only experts may be quantized."
+                f"The checkpoint has `{unknown[0]}`, which its configuration does not ask for."
             )
         found = {name: tensor(prefix + name, name) for name in own}
         experts = moe.Experts.from_checkpoint(tensors, f"{prefix}mlp", config=given)

@@ -69,6 +69,7 @@ PUBLIC = {
         "from_gptq",
         "from_mxfp4",
         "glu",
+        "linear_from_checkpoint",
         "load_balancing_loss",
         "make_plan",
         "make_plan_from_mask",

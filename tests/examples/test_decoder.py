@@ -17,6 +17,8 @@ import pytest
 from benchmarks import logits as recorded
 from tests.examples.test_moe_layer import EXAMPLES, assert_is_in_the_gallery, load
 from tests.examples.test_serving import check_served, lowered_for_cuda
+from tests.moe.checkpoint import layers
+from tests.moe.quantization.oracle import exactly
 from triax import moe
 from triax.emitting.reading import triton_calls
 
@@ -211,11 +213,39 @@ def test_no_steps_and_no_prompts(checkpoints):
         decoder.generate(config, params, [], 1)
 
 
-def test_quantized_attention_is_refused():
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "blocks", "channels"])
+def test_quantized_attention_is_widened(name):
+    """As published models have it: each linear layer of attention, and here the experts too."""
+    make, one, quantization = layers.FORMATS[name]
+    given = recorded.CONFIGS["Qwen3-MoE"] | {"quantization_config": quantization}
+    stored = recorded.random_checkpoint.draw(given)
+    wide = dict(stored)
+    for weight in [n for n in stored if re.search(r"(self_attn|experts)\..*proj\.weight$", n)]:
+        stem = weight.removesuffix("weight")
+        own = make(*stored.pop(weight).shape)
+        stored |= {stem + end: array for end, array in own.items()}
+        if ".experts." in weight:
+            del wide[weight]
+            wide |= {stem + end: array for end, array in own.items()}
+        else:
+            wide[weight] = exactly(one(*own.values())).T.astype(wide["model.norm.weight"].dtype)
+        if name == "gptq":  # AutoGPTQ writes them
+            stored[f"{stem}bias"] = np.zeros(len(own["scales"].T), np.float16)
+    found, wanted = decoder.load(stored, given), decoder.load(wide, given)
+    assert found[0] == wanted[0]
+    assert isinstance(found[1]["layers"][0]["experts"].w_down, moe.ScaledArray)
+    for a, b in zip(*map(jax.tree.leaves, (found[1], wanted[1])), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_tensors_of_attention_that_are_not_known():
     given = recorded.CONFIGS["Qwen3-MoE"]
-    scale = {"model.layers.0.self_attn.q_proj.weight_scale_inv": np.ones((1, 1), np.float32)}
-    with pytest.raises(ValueError, match=r"weight_scale_inv.*Only experts may be quantized"):
-        decoder.load(recorded.random_checkpoint.draw(given) | scale, given)
+    stored = recorded.random_checkpoint.draw(given)
+    prefix = "model.layers.0.self_attn"
+    with pytest.raises(ValueError, match=r"`model.layers.0.self_attn.q_proj.lora_A` is not known"):
+        decoder.load(stored | {f"{prefix}.q_proj.lora_A": np.ones((1, 1))}, given)
+    with pytest.raises(ValueError, match=r"has `model.layers.0.self_attn.q_proj.bias`, which its"):
+        decoder.load(stored | {f"{prefix}.q_proj.bias": np.ones(96, np.float32)}, given)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from triax.moe.activations.api import glu as glu
 from triax.moe.activations.reference import Swiglu as Swiglu
 from triax.moe.checkpoint import Checkpoint as Checkpoint
+from triax.moe.checkpoint import linear_from_checkpoint as linear_from_checkpoint
 from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
 from triax.moe.expert_parallel.api import combine as combine
@@ -56,6 +57,7 @@ __all__ = [
     "from_gptq",
     "from_mxfp4",
     "glu",
+    "linear_from_checkpoint",
     "load_balancing_loss",
     "make_plan",
     "make_plan_from_mask",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import itertools
 import json
@@ -24,9 +25,10 @@ import numpy as np
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from triax.moe.activations.reference import SPECS
-from triax.moe.model_types import Described, describe
+from triax.moe.model_types import Described, describe, quantization_of
 from triax.moe.quantization import checkpoints
 from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared.arguments import Array
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -44,14 +46,15 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of an expert in a name
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
-    """The tensors of a folder of safetensors files by name, as NumPy arrays.
+    """The tensors of a folder of safetensors files, or of one such file, as NumPy arrays by name.
 
         checkpoint = moe.Checkpoint("models/Qwen3-30B-A3B-FP8")
         checkpoint["model.norm.weight"]
         checkpoint.config["num_experts_per_tok"]
 
     The folder has `model.safetensors.index.json` and the files that it names, or one
-    `model.safetensors`. A file is opened for the first of its tensors, which are read-only maps:
+    `model.safetensors`. Of a file `config.json` is beside it, if there is one.
+    A file is opened for the first of its tensors, which are read-only maps:
     bytes are read when used. Dtypes include bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu.
     It can be pickled, and equals another of the same folder, files and configuration.
 
@@ -61,20 +64,23 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     Raises:
       CheckpointError: a folder or file is missing, or a file damaged; the message names it.
-      KeyError: a name that is looked up is not among the tensors.
+      KeyError: a name that is looked up is not among the tensors; the message has the nearest.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self.folder, self._opened = Path(folder).expanduser(), functools.cache(_opened)
-        config, index, file = (self.folder / of for of in ("config.json", _INDEX, _FILE))
+        path, self._opened = Path(folder).expanduser(), functools.cache(_opened)
+        with _reading(path):
+            file = path if path.is_file() else path / _FILE
+        self.folder = file.parent
+        config, index = self.folder / "config.json", self.folder / _INDEX
         with _reading(config):
             self.config = _parsed(config, config.read_bytes()) if config.exists() else {}
         with _reading(index):
-            text = index.read_bytes() if index.exists() else None
+            text = index.read_bytes() if file != path and index.exists() else None
         if text is not None:
             names = _parsed(index, text, "weight_map")
         else:
-            names = dict.fromkeys(self._opened(file)[1], _FILE)
+            names = dict.fromkeys(self._opened(file)[1], file.name)
         self.files = {name: self.folder / str(of) for name, of in names.items()}
         for name, path in self.files.items():
             if not isinstance(names[name], str) or path.parent != self.folder:
@@ -100,10 +106,16 @@ class Checkpoint(Mapping[str, np.ndarray]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.files
+
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.files:
+            near = _nearest(name, self.files)
+            raise KeyError(f"{name!r} is not among the tensors of {self.folder}.{near}")
         data, header = self._opened(self.files[name])
         entry = header.get(name, "no such tensor")
         try:
@@ -206,6 +218,61 @@ def reading(tensors: Any, stem: str, *ends: str) -> Iterator[dict[str, Any]]:
         raise CheckpointError(f"`{stem.rstrip('.')}` in {where}: {what}") from error
 
 
+def linear_from_checkpoint(
+    tensors: Mapping[str, Array], prefix: str, *, config: Mapping[str, object] | None = None
+) -> ScaledArray | Array:
+    """Returns the weights [out, in] of one linear layer of a checkpoint, of attention say.
+
+        w = moe.linear_from_checkpoint(checkpoint, "model.layers.3.self_attn.q_proj")
+        w = w.astype(jnp.bfloat16)  # whether it is quantized or not
+
+    The formats are those of single experts in `Experts.from_checkpoint`. A checkpoint may have
+    layers of floats among quantized ones: a layer's tensors tell.
+
+    Args:
+      tensors: arrays by name, such as a `moe.Checkpoint`.
+      prefix: what is before `.weight`, `.qweight` or `.weight_packed` in their names.
+      config: what `config.json` holds; None is `tensors.config`, if there is one.
+
+    Returns:
+      The floats of `weight`, or a `ScaledArray`, of NumPy arrays. A bias is a tensor of its own.
+
+    Raises:
+      ArgumentTypeError: `tensors` or `config` is no mapping.
+      CheckpointError: a tensor is missing or not known, its shape, dtype or format is wrong or not
+        what `config` says, or `config` has a key or value that is not known.
+    """
+    _check_mapping(tensors)
+    config = getattr(tensors, "config", {}) if config is None else config
+    quantization = checkpoints.flat(quantization_of(config))
+    stem = f"{prefix}."
+    names = [name for name in tensors if isinstance(name, str) and name.startswith(stem)]
+    if not names:
+        raise CheckpointError(
+            f"Argument `prefix` must be what is before the last `.` in names of tensors; got "
+            f"{prefix!r}.{_nearest(stem, tensors)}"
+        )
+    ends = [name for name in checkpoints.NAMES if name != "bias"]
+    _check_names(names, stem, {*checkpoints.NAMES, *_OF_TOKENS}.__contains__)
+    with reading(tensors, stem, *ends) as own:
+        return checkpoints.linear(own, quantization)
+
+
+def _nearest(name: Any, tensors: Iterable[Any]) -> str:
+    """A sentence with the names of tensors that are most like one that is missing."""
+    names = [of for of in tensors if isinstance(of, str)]
+    near = difflib.get_close_matches(name, names, 3, 0.3) if isinstance(name, str) else []
+    return f" The nearest are {', '.join(f'`{of}`' for of in near)}." if near else ""
+
+
+def _check_mapping(tensors: Any) -> None:
+    if not isinstance(tensors, Mapping):
+        raise ArgumentTypeError(
+            "Argument `tensors` must be arrays by name, such as moe.Checkpoint(folder); got "
+            f"{messages.shown(tensors)}."
+        )
+
+
 def read_experts(
     tensors: Any,
     prefix: Any,
@@ -217,11 +284,7 @@ def read_experts(
     progress: Any,
 ) -> dict[str, Any]:
     """Returns the arguments of `Experts`; those here are `Experts.from_checkpoint`'s."""
-    if not isinstance(tensors, Mapping):
-        raise ArgumentTypeError(
-            "Argument `tensors` must be arrays by name, such as moe.Checkpoint(folder); got "
-            f"{messages.shown(tensors)}."
-        )
+    _check_mapping(tensors)
     if interleaved is not None:
         messages.check_bool(interleaved=interleaved)
     if progress is not None:
@@ -263,14 +326,14 @@ def _check_sizes(said: Mapping[str, Any], size: int, stem: str, what: str) -> No
 
 
 def _check_names(names: list[str], stem: str, known: Callable[[str], bool]) -> None:
-    """Raises for tensors of experts that are not read: weights may depend on them.
+    """Raises for tensors that are not read: weights may depend on them.
 
     `known` is given what is behind the stem in a name.
     """
     if unknown := sorted(name for name in names if not known(name.removeprefix(stem))):
         raise CheckpointError(
-            f"`{unknown[0]}` is not known beside the other tensors of the layer, and experts "
-            f"may depend on it ({messages.counted(len(unknown), 'such tensor')}). If they do not, "
+            f"`{unknown[0]}` is not known beside the other tensors of the layer, whose weights may "
+            f"depend on it ({messages.counted(len(unknown), 'such tensor')}). If they do not, "
             "leave it out: pass a dictionary of the others as `tensors`."
         )
 

@@ -370,6 +370,11 @@ def routing(config: Any, by_caller: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, **by_caller}
 
 
+def quantization_of(config: Any) -> Any:
+    """Returns the `quantization_config` of a configuration, or what it holds for None."""
+    return _known(config)[0]["quantization_config"]
+
+
 def _known(config: Any) -> tuple[dict[str, Any], ModelType | None]:
     """Returns the decoder's configuration, and what is known of its model type."""
     if not isinstance(config, Mapping):

@@ -181,14 +181,35 @@ def test_folders_that_have_no_checkpoint(tmp_path, monkeypatch):
     repository = message("openai/gpt-oss-20b")
     assert repository.startswith(f"openai/gpt-oss-20b/{FILE} {rule}")
     assert repository.endswith("/openai/gpt-oss-20b: download it first.")
-    assert message("x" * 5000).startswith(f"{'x' * 5000}/config.json cannot be read: ")
+    assert message("x" * 5000).startswith(f"{'x' * 5000} cannot be read: ")
     file = tmp_path / "model-00001-of-00002.safetensors"
     write_file(file, {})
-    assert message(file).startswith(f"{file}/{FILE} {rule}")
     assert message(tmp_path).startswith(f"{tmp_path}/{FILE} {rule}")
     assert message(tmp_path).endswith(f"This one has ['{file.name}'].")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert message("~/other").startswith(f"{tmp_path}/other/{FILE} {rule}")
+
+
+def test_one_file(tmp_path):
+    """With the configuration that is beside it; an index of others does not count."""
+    write(tmp_path, {"a": np.int8([1]), "b": np.int8([2])}, files=2)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    found = moe.Checkpoint(tmp_path / "model-00002-of-00002.safetensors")
+    assert [*found] == ["b"]
+    assert found["b"] == 2
+    assert found.config == {"model_type": "qwen3_moe"}
+    assert found.folder == tmp_path
+
+
+def test_a_name_that_is_not_there_has_its_nearest(tmp_path):
+    names = "model.layers.0.mlp.gate.weight", "model.norm.weight"
+    write(tmp_path, {name: np.int8([1]) for name in names}, files=1)
+    found = moe.Checkpoint(tmp_path)
+    assert "model.layers.0.gate.weight" not in found
+    with pytest.raises(KeyError, match=f"The nearest are `{re.escape(names[0])}`"):
+        found["model.layers.0.gate.weight"]
+    with pytest.raises(KeyError, match="is not among the tensors"):
+        found[3]
 
 
 def test_a_file_is_missing_for_its_own_tensors_alone(tmp_path):

@@ -474,3 +474,38 @@ def test_feed_forward(tmp_path):
         gate, up = np.split(x.astype(np.float64) @ gate_up, 2, axis=1)
         total += shares[:, [expert]] * ((gate / (1 + np.exp(-gate)) * up) @ down)
     np.testing.assert_allclose(found.tokens, total, rtol=2e-5, atol=1e-5 * np.abs(total).max())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_linear_layer(name):
+    """Of attention, say: as the format's own function reads it, transposed to [out, in]."""
+    make, one, quantization = FORMATS[name]
+    own = make(WIDTH, HIDDEN)
+    tensors = {f"a.q_proj.{end}": of for end, of in own.items()}
+    config = {"quantization_config": quantization}
+    found = moe.linear_from_checkpoint(
+        tensors | {"a.q_proj.bias": floats(WIDTH), "b.weight": floats(3)}, "a.q_proj", config=config
+    )
+    is_plain = one is moe.Experts
+    assert isinstance(found, moe.ScaledArray) != is_plain
+    assert found.shape == (WIDTH, HIDDEN)
+    if is_plain:
+        assert found is tensors["a.q_proj.weight"]
+    else:
+        np.testing.assert_array_equal(exactly(found), exactly(one(*own.values())).T)
+
+
+def test_one_linear_layer_that_is_not_there_or_not_known():
+    tensors = {f"layers.0.q_proj.{end}": of for end, of in gptq(WIDTH, HIDDEN).items()}
+    with pytest.raises(CheckpointError, match=r"got 'layers.0.qproj'\. The nearest are `layers.0"):
+        moe.linear_from_checkpoint(tensors, "layers.0.qproj")
+    with pytest.raises(CheckpointError, match=r"`layers.0.q_proj.lora_A` is not known beside"):
+        lora = {"layers.0.q_proj.lora_A": floats(2, 2)}
+        moe.linear_from_checkpoint(tensors | lora, "layers.0.q_proj")
+    del tensors["layers.0.q_proj.qzeros"]
+    with pytest.raises(
+        CheckpointError, match="`layers.0.q_proj` in the tensors: `layers.0.q_proj.qzeros`"
+    ):
+        moe.linear_from_checkpoint(tensors, "layers.0.q_proj")
+    with pytest.raises(ArgumentTypeError, match="`tensors`"):
+        moe.linear_from_checkpoint([], "layers.0.q_proj")
