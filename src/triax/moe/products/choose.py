@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from triax.moe.activations.launchers import glu
+from triax.moe.activations.reference import GluSpec
 from triax.moe.products import any_gpu, any_gpu_gradients, few_rows, sm90_8_bits, sm90_16_bits
 from triax.moe.products.operands import Parts, parts
 from triax.moe.products.options import Groups, Options
@@ -126,12 +127,29 @@ def ragged_dot(
     """Multiplies each row by its group's weights, maybe transposed; zeros outside groups."""
     axis = 1 if transposed and not isinstance(weights, ScaledArray) else 2
     out_type = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[axis]), stored(options.dtype))
-    keywords |= {
-        "options": dataclasses.replace(options, dtype=out_type.dtype),
-        "transposed": transposed,
-    }
-    result = for_target(_ragged_dot, rows, weights, *others, out_type=out_type, **keywords)
-    return result.astype(options.dtype)
+    keywords |= {"options": dataclasses.replace(options, dtype=out_type.dtype)}
+    keywords |= {"transposed": transposed, "out_type": out_type}
+    return for_target(_ragged_dot, rows, weights, *others, **keywords).astype(options.dtype)
+
+
+def ragged_dot_glu(
+    rows: Any,
+    weights: Any,
+    groups: Groups,
+    bias: Any,
+    row_weights: Any,
+    *,
+    transposed: bool,
+    options: Options,
+    spec: GluSpec,
+    **keywords: Any,
+) -> Any:
+    """Returns gate and up as `ragged_dot` does, and the result of `glu`."""
+    columns = weights.shape[1 if transposed else 2]
+    shapes = (rows.shape[0], columns), (rows.shape[0], spec.width(columns))
+    keywords["out_type"] = tuple(jax.ShapeDtypeStruct(shape, options.dtype) for shape in shapes)
+    keywords |= {"transposed": transposed, "options": options, "glu": spec}
+    return for_target(_ragged_dot, rows, weights, groups, bias, None, row_weights, **keywords)
 
 
 def _ragged_dot(
@@ -141,80 +159,45 @@ def _ragged_dot(
     groups: Groups,
     bias: jax.Array | None = None,
     bias_weights: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
     **keywords: Any,
-) -> jax.Array:
+) -> Any:
     operands: dict[str, Any] = {"left": parts(rows), "right": parts(weights), "weights": weights}
-    operands |= {"groups": groups, "bias": bias, "bias_weights": bias_weights}
-    result: jax.Array = _run(RAGGED_DOT, RaggedDot(target=target, **operands, **keywords))
-    return result
+    operands |= {"bias": bias, "bias_weights": bias_weights, "row_weights": row_weights}
+    return _run(RAGGED_DOT, RaggedDot(target=target, groups=groups, **operands, **keywords))
 
 
-def ragged_dot_glu(rows: Any, weights: Any, *others: Any, options: Options, **keywords: Any) -> Any:
-    """Returns gate and up as `ragged_dot` does, and the result of `glu`."""
-    columns = weights.shape[1 if keywords["transposed"] else 2]
-    shapes = (rows.shape[0], columns), (rows.shape[0], keywords["spec"].width(columns))
-    keywords["out_type"] = tuple(jax.ShapeDtypeStruct(shape, options.dtype) for shape in shapes)
-    return for_target(_ragged_dot_glu, rows, weights, *others, options=options, **keywords)
-
-
-def _ragged_dot_glu(
-    target: Target,
-    rows: Any,
-    weights: Any,
-    groups: Groups,
-    bias: Any,
-    row_weights: Any,
-    *,
-    spec: Any,
-    **keywords: Any,
-) -> tuple[jax.Array, jax.Array]:
-    operands: dict[str, Any] = {"left": Parts(rows), "right": Parts(weights), "weights": weights}
-    operands |= {"groups": groups, "bias": bias, "row_weights": row_weights, "glu": spec}
-    both: tuple[jax.Array, jax.Array] = _run(
-        RAGGED_DOT, RaggedDot(target=target, **operands, **keywords)
-    )
-    return both
-
-
-def group_outer(left: jax.Array, right: jax.Array, groups: Groups, **keywords: Any) -> jax.Array:
+def group_outer(left: jax.Array, right: jax.Array, groups: Groups, **keywords: Any) -> Any:
     """Sums left × right over the rows of each group: [groups, left, right]."""
-    return _outer(left, right, None, None, groups, dtypes=None, **keywords)
+    return quantized_outer(left, right, None, None, groups, dtypes=None, **keywords)
 
 
 def quantized_outer(
-    *operands: Any, dtypes: tuple[np.dtype, np.dtype], **keywords: Any
-) -> jax.Array:
-    """Sums left × right over the rows of each group, both in 8 bits."""
-    return _outer(*operands, dtypes=dtypes, **keywords)
-
-
-def _outer(left: Any, right: Any, *others: Any, options: Options, **keywords: Any) -> jax.Array:
-    groups: Groups = others[-1]
-    shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
-    keywords |= {"out_type": jax.ShapeDtypeStruct(shape, options.dtype), "options": options}
-    result: jax.Array = for_target(_group_outer, left, right, *others, **keywords)
-    return result
-
-
-def _group_outer(
-    target: Target,
     left: jax.Array,
     right: jax.Array,
     left_source: jax.Array | None,
     right_source: jax.Array | None,
     groups: Groups,
     *,
+    options: Options,
+    **keywords: Any,
+) -> Any:
+    """Sums left × right over the rows of each group, both in 8 bits, but for dtypes of None."""
+    shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
+    keywords |= {"out_type": jax.ShapeDtypeStruct(shape, options.dtype), "options": options}
+    return for_target(_group_outer, left, right, (left_source, right_source), groups, **keywords)
+
+
+def _group_outer(
+    target: Target,
+    left: jax.Array,
+    right: jax.Array,
+    sources: tuple[jax.Array | None, jax.Array | None],
+    groups: Groups,
+    *,
     dtypes: tuple[np.dtype, np.dtype] | None,
     **keywords: Any,
-) -> jax.Array:
-    product = GroupOuter(
-        target=target,
-        left=Parts(left),
-        right=Parts(right),
-        groups=groups,
-        sources=(left_source, right_source),
-        rounded_to=dtypes,
-        **keywords,
-    )
-    result: jax.Array = _run(GROUP_OUTER, product)
-    return result
+) -> Any:
+    operands: dict[str, Any] = {"left": Parts(left), "right": Parts(right), "sources": sources}
+    operands |= {"groups": groups, "rounded_to": dtypes}
+    return _run(GROUP_OUTER, GroupOuter(target=target, **operands, **keywords))
