@@ -33,7 +33,7 @@ def _num_steps(
 ):
     """Returns the number of steps of this program's tiles. A group has `per_group` tiles; a tile
     takes STEPS steps for each ROWS of the group's rows, and at least one step."""
-    found = tl.zeros([256], tl.int32)
+    total = tl.zeros([256], tl.int32)
     for first in range(0, NUM_GROUPS, 256):
         groups = first + tl.arange(0, 256)
         inside = groups < NUM_GROUPS
@@ -43,8 +43,8 @@ def _num_steps(
         before = groups * per_group - tl.program_id(0)
         tiles = tl.cdiv(tl.maximum(before + per_group, 0), tl.num_programs(0))
         tiles -= tl.cdiv(tl.maximum(before, 0), tl.num_programs(0))
-        found += tl.where(inside, tl.maximum(steps, 1) * tiles, 0)
-    return tl.sum(found, 0)
+        total += tl.where(inside, tl.maximum(steps, 1) * tiles, 0)
+    return tl.sum(total, 0)
 
 
 @triton.jit

@@ -77,7 +77,7 @@ def quantize_groups(
     columns = rows.shape[1]
     count, num_groups = len(rows if source is None else source), bounds.shape[1] - 1
     padded = (count + (TILE - 1) * min(num_groups, count)) // TILE * TILE
-    kind, config = FORMATS[dtype], GroupsConfig()
+    format_, config = FORMATS[dtype], GroupsConfig()
     return launch(
         _quantize_groups_kernel,
         rows,
@@ -97,9 +97,9 @@ def quantize_groups(
         backend_options={"enable_fp_fusion": False},
         NUM_GROUPS=num_groups,
         TILE=TILE,
-        LARGEST=kind.largest,
-        NAN=kind.nan,
-        INFINITY=kind.infinity,
+        LARGEST=format_.largest,
+        NAN=format_.nan,
+        INFINITY=format_.infinity,
     )
 
 
@@ -218,9 +218,9 @@ def _group_sums(
     block_columns = 128 if bias is None else 64
     column_blocks = cdiv(columns, block_columns)
     parts = cdiv(num_rows, max(num_groups, 1) * _ROWS_OF_PART)
-    kind = stored(dtype) if parts == 1 else jnp.float32
+    sums_dtype = stored(dtype) if parts == 1 else jnp.float32
     results = (
-        jax.ShapeDtypeStruct((num_groups * parts, columns), kind),
+        jax.ShapeDtypeStruct((num_groups * parts, columns), sums_dtype),
         None if bias is None else jax.ShapeDtypeStruct((column_blocks, num_rows), jnp.float32),
     )
     bounds = group_bounds(groups, num_rows, implementation)

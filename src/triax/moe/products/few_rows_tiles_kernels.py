@@ -122,7 +122,7 @@ def _sums(
     rows,
     scales_at,
     zeros_at,
-    how,
+    steps,
     PACKED: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
     POWERS: tl.constexpr,
@@ -134,7 +134,7 @@ def _sums(
     POWERS is 0 without powers. 1 multiplies by 2**126 and a power at once, which is right for codes
     below 128. 2 multiplies twice, and returns the largest codes instead.
     """
-    first_step, steps_of_part, num_steps, depth, base = how
+    first_step, steps_of_part, num_steps, depth, base = steps
     SPLIT: tl.constexpr = first_step.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     # IN_SUM: products are scaled before they are added. PARTS: of a step, with a scale each.
@@ -264,14 +264,14 @@ def _few_rows_of_tiles_kernel(
             scales_at = group_scales_ptr + of_columns
         if zeros_ptr is not None:
             zeros_at = zeros_ptr + of_columns
-        how = first_step, steps_of_part, num_steps, depth, base
+        steps = first_step, steps_of_part, num_steps, depth, base
         total, codes = _sums(
-            words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, FIRST, STEP, STAGES
+            words, rows, scales_at, zeros_at, steps, PACKED, SCALE_DEPTH, FIRST, STEP, STAGES
         )
         if FIRST == 1:
             if tl.max(codes) >= 128:  # some code has its highest bit: a power >= 2
                 total, _ = _sums(
-                    words, rows, scales_at, zeros_at, how, PACKED, SCALE_DEPTH, 2, STEP, 1
+                    words, rows, scales_at, zeros_at, steps, PACKED, SCALE_DEPTH, 2, STEP, 1
                 )
         total = tl.sum(total, 0).T
         if E4M3:

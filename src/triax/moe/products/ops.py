@@ -51,35 +51,35 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
 
     An operand is kept as a residual only if the other operand has a tangent.
     """
-    given, moving = (dict(zip(_NAMES, of, strict=False)) for of in (primals, tangents))
-    _check_differentiable(given, moving)
-    num_rows, dtype, out_dtype = given["left"].shape[0], given["left"].dtype, out.dtype
-    moving = {name: of for name, of in moving.items() if jax.tree.leaves(of)}
-    moving_dtypes = {name: of.dtype for name, of in moving.items()}
+    operands, active = (dict(zip(_NAMES, of, strict=False)) for of in (primals, tangents))
+    _check_differentiable(operands, active)
+    num_rows, dtype, out_dtype = operands["left"].shape[0], operands["left"].dtype, out.dtype
+    active = {name: of for name, of in active.items() if jax.tree.leaves(of)}
+    active_dtypes = {name: of.dtype for name, of in active.items()}
     for name, other in (("left", "right"), ("right", "left")):
-        if other not in moving:
-            given[name] = None
+        if other not in active:
+            operands[name] = None
 
-    def along(given: dict[str, Any], moving: dict[str, jax.Array]) -> Any:
-        groups = given["groups"]
+    def along(residuals: dict[str, Any], tangents: dict[str, jax.Array]) -> Any:
+        groups = residuals["groups"]
         terms = []
-        if "left" in moving:
-            terms.append(call(moving["left"], given["right"], groups))
-        if "right" in moving:
-            terms.append(call(given["left"], moving["right"], groups))
+        if "left" in tangents:
+            terms.append(call(tangents["left"], residuals["right"], groups))
+        if "right" in tangents:
+            terms.append(call(residuals["left"], tangents["right"], groups))
         spread = spread_bias.of(call.implementation, dtype=out_dtype, num_rows=num_rows)
-        if "bias" in moving:
-            terms.append(spread(moving["bias"], groups, given["bias_weights"]))
-        if "bias_weights" in moving:
-            terms.append(spread(given["bias"], groups, moving["bias_weights"]))
+        if "bias" in tangents:
+            terms.append(spread(tangents["bias"], groups, residuals["bias_weights"]))
+        if "bias_weights" in tangents:
+            terms.append(spread(residuals["bias"], groups, tangents["bias_weights"]))
         return functools.reduce(jnp.add, terms)
 
-    def back(given: dict[str, Any], gradient: jax.Array) -> dict[str, jax.Array]:
+    def back(residuals: dict[str, Any], gradient: jax.Array) -> dict[str, jax.Array]:
         gradient = gradient.astype(dtype)
-        kinds = {name: kind for name, kind in moving_dtypes.items() if "bias" in name}
-        cotangents = _of_bias(call, gradient, given, kinds) if kinds else {}
+        kinds = {name: kind for name, kind in active_dtypes.items() if "bias" in name}
+        cotangents = _of_bias(call, gradient, residuals, kinds) if kinds else {}
         options = dataclasses.replace(call.options["options"], dtype=dtype)
-        operands = given | {"gradient": gradient, "right": _in(dtype, given["right"])}
+        operands = residuals | {"gradient": gradient, "right": _in(dtype, residuals["right"])}
         for name, (other, transposed, order) in _GRADIENTS[call.options.get("transposed")].items():
             if operands[other] is None:
                 continue
@@ -88,10 +88,10 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
             product: Any = group_outer.of(call.implementation, options=options)
             if transposed is not None:
                 product = call.like(ragged_dot, options=options, transposed=transposed)
-            cotangents[name] = product(*(operands[key] for key in order), given["groups"])
+            cotangents[name] = product(*(operands[key] for key in order), residuals["groups"])
         return cotangents
 
-    return linear.call(along, back, given, moving, out)
+    return linear.call(along, back, operands, active, out)
 
 
 def _in(dtype: Any, weights: Any) -> Any:
@@ -106,26 +106,26 @@ def _in(dtype: Any, weights: Any) -> Any:
 
 
 def _of_bias(
-    call: Call, gradient: jax.Array, given: dict[str, Any], kinds: dict[str, Any]
+    call: Call, gradient: jax.Array, residuals: dict[str, Any], kinds: dict[str, Any]
 ) -> dict[str, jax.Array]:
     """Returns the gradients of "bias" and "bias_weights" that `kinds` names, in its dtypes."""
-    groups, bias, weights = given["groups"], given["bias"], given["bias_weights"]
-    how: dict[str, Any] = {"implementation": call.implementation, "num_rows": gradient.shape[0]}
+    groups, bias, weights = residuals["groups"], residuals["bias"], residuals["bias_weights"]
+    options: dict[str, Any] = {"implementation": call.implementation, "num_rows": gradient.shape[0]}
     if len(kinds) == 2:
         dtypes = kinds["bias"], kinds["bias_weights"]
-        both = bias_gradients(gradient, groups, weights, bias, dtypes=dtypes, **how)
+        both = bias_gradients(gradient, groups, weights, bias, dtypes=dtypes, **options)
         return dict(zip(("bias", "bias_weights"), both, strict=True))
     if "bias" in kinds:
-        return {"bias": group_sum(gradient, groups, weights, dtype=kinds["bias"], **how)}
+        return {"bias": group_sum(gradient, groups, weights, dtype=kinds["bias"], **options)}
     dtype = kinds["bias_weights"]
-    return {"bias_weights": bias_products(gradient, groups, bias, dtype=dtype, **how)}
+    return {"bias_weights": bias_products(gradient, groups, bias, dtype=dtype, **options)}
 
 
-def _check_differentiable(given: dict[str, Any], moving: dict[str, Any]) -> None:
+def _check_differentiable(operands: dict[str, Any], active: dict[str, Any]) -> None:
     """Raises if rows have 8 bits, or if weights of 8 or 4 bits have a tangent."""
     for name in ("left", "right"):
-        dtype = given[name].dtype
-        if dtype.itemsize == 1 and (name == "left" or jax.tree.leaves(moving[name])):
+        dtype = operands[name].dtype
+        if dtype.itemsize == 1 and (name == "left" or jax.tree.leaves(active[name])):
             raise DifferentiationError(
                 f"moe.ragged_dot has no derivative by numbers of {dtype} or their scales, and none "
                 "at all if the rows have 8 bits. Use rows of 16 bits or more, and differentiate by "
@@ -143,8 +143,8 @@ def _local(call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *bia
     wide = call.like(options=options.for_partial_sums())
     sums = shard.sum(summed, wide.run(left, right, groups))
     if any(array is not None for array in biases):  # added once, not to every shard
-        how = {"dtype": sums.dtype, "num_rows": left.shape[0]}
-        sums += reference.spread_bias_reference(biases[0], groups, biases[1], **how)
+        shape = {"dtype": sums.dtype, "num_rows": left.shape[0]}
+        sums += reference.spread_bias_reference(biases[0], groups, biases[1], **shape)
     return sums.astype(options.dtype)
 
 
@@ -252,13 +252,13 @@ def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) ->
     first, groups, second = primals
     names = _BIAS[call.op.name][:2]
     held = dict(zip(names, (first, second), strict=True))
-    moving = dict(zip(names, (tangents[0], tangents[2]), strict=True))
-    kinds = {name: of.dtype for name, of in moving.items() if of is not None}
+    named = dict(zip(names, (tangents[0], tangents[2]), strict=True))
+    kinds = {name: of.dtype for name, of in named.items() if of is not None}
 
-    def along(residuals: Any, moving: dict[str, jax.Array]) -> jax.Array:
+    def along(residuals: Any, tangents: dict[str, jax.Array]) -> jax.Array:
         groups, held = residuals
         terms = []
-        for name, tangent in moving.items():
+        for name, tangent in tangents.items():
             operands = held | {name: tangent}
             terms.append(call(operands[names[0]], groups, operands[names[1]]))
         return functools.reduce(jnp.add, terms)
@@ -274,7 +274,7 @@ def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) ->
                 cotangents[result] = of_result(operands[first], groups, operands[second])
         return cotangents
 
-    return linear.call(along, back, (groups, held), moving, out)
+    return linear.call(along, back, (groups, held), named, out)
 
 
 def _local_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) -> jax.Array:
@@ -329,8 +329,8 @@ def _local_bias_gradients(
         for dtype, summed in zip(dtypes, "rn", strict=True)
     )
     run = call.like(num_rows=num_rows, dtypes=wide).run
-    found = run(rows, groups_of_shard(shard, groups, num_rows), weights, bias)
-    d_bias, d_weights = map(shard.sum, "rn", found)
+    gradients = run(rows, groups_of_shard(shard, groups, num_rows), weights, bias)
+    d_bias, d_weights = map(shard.sum, "rn", gradients)
     return d_bias.astype(dtypes[0]), d_weights.astype(dtypes[1])
 
 

@@ -47,5 +47,5 @@ def rows_of(side: jax.Array, source: jax.Array | None) -> jax.Array:
     if source is None:
         return side
     known = (source >= 0) & (source < side.shape[0])
-    found = take_rows(side, source, mode="clip")
-    return jnp.where(known[:, None], found, jnp.zeros((), side.dtype))
+    rows = take_rows(side, source, mode="clip")
+    return jnp.where(known[:, None], rows, jnp.zeros((), side.dtype))

@@ -40,10 +40,10 @@ def ragged_dot_glu_reference(
     row_weights: Any,
     *,
     spec: Any,
-    **how: Any,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate and up as `ragged_dot_reference` does, and the result of `glu`."""
-    gate_up = ragged_dot_reference(rows, weights, groups, bias, **how)
+    gate_up = ragged_dot_reference(rows, weights, groups, bias, **options)
     return gate_up, glu_reference(gate_up, None, row_weights, spec=spec)
 
 
@@ -80,8 +80,8 @@ def _ragged_dot(
     def multiply(tile: _Tile, sums: jax.Array) -> jax.Array:
         matrix = jax.lax.dynamic_index_in_dim(right, tile.group, keepdims=False)
         product = jax.lax.dot_general(tile.of(left), matrix, contract, preferred_element_type=wider)
-        found = jnp.where(tile.inside, product, tile.of(sums))
-        return jax.lax.dynamic_update_slice_in_dim(sums, found, tile.start, axis=0)
+        merged = jnp.where(tile.inside, product, tile.of(sums))
+        return jax.lax.dynamic_update_slice_in_dim(sums, merged, tile.start, axis=0)
 
     shape = (left.shape[0], columns)
     sums = _over_tiles(multiply, shape, wider, options, groups, left, right)
@@ -97,8 +97,8 @@ def _ragged_dot(
     if bias is not None:
         sums += _rows_of(bias, group, bias_weights, sums.dtype)
     # Rows outside of the groups are zero, even if scales are not finite.
-    found = jnp.where((group < groups.sizes.shape[0])[:, None], sums, 0)
-    return found.astype(options.dtype)
+    sums = jnp.where((group < groups.sizes.shape[0])[:, None], sums, 0)
+    return sums.astype(options.dtype)
 
 
 def group_outer_reference(*operands: Any, options: Options) -> jax.Array:
@@ -179,10 +179,10 @@ def bias_gradients_reference(
     num_rows: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the results of `group_sum_reference` and `bias_products_reference`."""
-    how = {"num_rows": num_rows}
+    options = {"num_rows": num_rows}
     return (
-        group_sum_reference(rows, groups, weights, dtype=dtypes[0], **how),
-        bias_products_reference(rows, groups, bias, dtype=dtypes[1], **how),
+        group_sum_reference(rows, groups, weights, dtype=dtypes[0], **options),
+        bias_products_reference(rows, groups, bias, dtype=dtypes[1], **options),
     )
 
 
