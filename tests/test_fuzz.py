@@ -107,14 +107,14 @@ def last_weight_unscaled(original, *args, **options):
         ("plan", "make_plan", one_more_dropped, "num_dropped"),
         ("glu", "glu", gradient_without_a_row, "d_"),
         ("route", "route", last_weight_unscaled, "weights"),
-        ("feed_forward", "ragged_dot", gradient_without_a_row, "d_"),
-        ("feed_forward", "glu_gradients", row_without_a_gradient, "d_"),
+        ("feed_forward", "multiply", gradient_without_a_row, "d_"),
+        ("feed_forward", "activate_gradients", row_without_a_gradient, "d_"),
         ("feed_forward", "permute", rows_swapped, ""),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_planted_faults_are_found(monkeypatch, op, name, fault, where):
-    of_layer = {"ragged_dot": products, "glu_gradients": layer_ops}
+    of_layer = {"multiply": products, "activate_gradients": layer_ops}
     module = of_layer.get(name, parts) if op == "feed_forward" else moe
     original = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **options: fault(original, *args, **options))

@@ -14,6 +14,7 @@ import functools
 import graphlib
 import importlib
 import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -348,3 +349,54 @@ def test_data_that_is_a_key_is_frozen(package):
             own = [of for of in found if of.__module__ == name and dataclasses.is_dataclass(of)]
             changed |= {of.__name__ for of in own if not of.__dataclass_params__.frozen}
     assert changed <= MUTABLE
+
+
+# What puts the public functions of `moe` together.
+MOE_PUBLIC = "triax.moe", "triax.moe.transformer_engine"
+
+
+def public_calls(module: str, source: str, public: frozenset[str]) -> list[str]:
+    """What a file inside `moe` imports of the public functions: they check what is checked already.
+
+    Args:
+      public: public functions as "module.name", and the modules that hold nothing else.
+    """
+    inside = module.startswith("triax.moe.") and module not in MOE_PUBLIC
+    targets = [(i.line, i.module, f"{i.module}.{i.name}") for i in _imports(ast.parse(source))]
+    return [
+        f"{line}: imports {full}"
+        for line, of, full in targets
+        if inside and (full in public or of in public)
+    ]
+
+
+PUBLIC_SNIPPET = frozenset({"triax.moe.permutation.api.permute", "triax.moe.permutation.api"})
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "count"),
+    [
+        ("triax.moe.layer.parts", "from triax.moe.permutation.api import permute", 1),
+        ("triax.moe.layer.parts", "from triax.moe.permutation import api as moves", 1),
+        ("triax.moe.layer.parts", "from triax.moe.permutation.api import routes_of", 1),
+        ("triax.moe.layer.parts", "from triax.moe.permutation.ops import permute", 0),
+        ("triax.moe", "from triax.moe.permutation.api import permute as permute", 0),
+        ("triax.tools.doctor", "from triax.moe.permutation.api import permute", 0),
+    ],
+)
+def test_checker_of_public_calls(module, source, count):
+    assert len(public_calls(module, source, PUBLIC_SNIPPET)) == count
+
+
+def test_nothing_inside_calls_a_public_function():
+    """They check their arguments, under the names that the user wrote, and call ops."""
+    pytest.importorskip("triton")
+    packages = [importlib.import_module(name) for name in MOE_PUBLIC]
+    functions = [getattr(package, name) for package in packages for name in package.__all__]
+    functions = [of for of in functions if isinstance(of, types.FunctionType)]
+    assert len(functions) > 20
+    names = {f"{of.__module__}.{of.__name__}" for of in functions}
+    apis = {name for name in package_modules() if name.endswith(".api") and ".moe." in name}
+    for module, path in package_modules().items():
+        found = public_calls(module, path.read_text("utf-8"), frozenset(names | apis))
+        assert not found, "\n".join(f"{path}:{line}" for line in found)

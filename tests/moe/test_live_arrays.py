@@ -15,7 +15,8 @@ import pytest
 
 import triax
 from triax import moe
-from triax.moe.activations.api import closes_over_arrays
+from triax.moe.activations.functions import closes_over_arrays
+from triax.moe.activations.options import resolve
 
 TOKENS, EXPERTS, HIDDEN, WIDTH = 8, 3, 4, 6
 FEW, MANY = 2, 30
@@ -190,8 +191,8 @@ def test_activations_that_close_over_arrays_are_seen(how):
     scale, row = jnp.ones((1, WIDTH)), jnp.ones((2, WIDTH))
     closing = lambda gate, up: jax.nn.gelu(gate) * up * scale
     plain = lambda gate, up: jax.nn.gelu(gate) * up * np.float32(2)
-    assert closes_over_arrays(CLOSING[how](closing), False, row, row)
-    assert not closes_over_arrays(CLOSING[how](plain), False, row, row)
+    assert closes_over_arrays(resolve(CLOSING[how](closing)), row, row)
+    assert not closes_over_arrays(resolve(CLOSING[how](plain)), row, row)
 
 
 @pytest.mark.slow("more ways to close over arrays")

@@ -6,7 +6,6 @@ and their gradients are traced, and nothing is run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 
 import jax
@@ -20,7 +19,6 @@ from tests.moe import flat
 from tests.moe.placements.case import Uncut, is_float, run
 from tests.moe.placements.ops import OPS, SIZES, draw_array
 from triax import moe
-from triax.errors import ArgumentTypeError
 from triax.moe.shared import implementation as implementations
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 16, 32, 8, 8, 2
@@ -40,16 +38,10 @@ def _strict():
 def path(request, monkeypatch):
     """What an op runs if `implementation` is not given."""
 
-    def interpreted(resolve, implementation, **arrays):
-        if implementation is None:
-            with contextlib.suppress(ArgumentTypeError):  # of float64
-                return resolve("interpret", **arrays)
-        return resolve(implementation or "xla", **arrays)
-
-    if request.param == "kernels":
-        for name in ("resolve", "resolve_for_floats"):
-            resolve = functools.partial(interpreted, getattr(implementations, name))
-            monkeypatch.setattr(implementations, name, resolve)
+    fit = implementations.fit
+    by_default = "interpret" if request.param == "kernels" else "xla"
+    known = lambda *args, **how: fit(*args, **how) or by_default
+    monkeypatch.setattr(implementations, "fit", known)
     return request.param
 
 

@@ -34,13 +34,17 @@ def triton_name(dtype: np.dtype) -> str:
     return TRITON_NAMES[np.dtype(dtype)]
 
 
+def is_supported(dtype: object) -> bool:
+    """Whether Triton has an element type for `dtype`."""
+    try:
+        return np.dtype(dtype) in TRITON_NAMES  # type: ignore[call-overload]
+    except TypeError:  # extended dtypes such as PRNG keys
+        return False
+
+
 def check(dtype: object, argument: str) -> None:
     """Raises `ArgumentTypeError` if Triton has no element type for `dtype`."""
-    try:
-        known = np.dtype(dtype) in TRITON_NAMES  # type: ignore[call-overload]
-    except TypeError:  # extended dtypes such as PRNG keys
-        known = False
-    if not known:
+    if not is_supported(dtype):
         raise ArgumentTypeError(
             f"Argument `{argument}` has dtype {dtype}, which Triton kernels do not support. "
             f"Cast it to one of: {', '.join(SUPPORTED)}."

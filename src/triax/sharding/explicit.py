@@ -128,11 +128,8 @@ def over_explicit_mesh(mesh: Any, split: FlatSplit, operands: Sequence[Any]) -> 
     return _in_shards(mesh, names, split, axes)
 
 
-def shard_only(function: Function, split: Split, *arguments: Any) -> Any:
+def shard_only(mesh: Any, function: Function, split: Split, *arguments: Any) -> Any:
     """Runs a function of several ops in shards: its arguments are sharded by `split`."""
-    mesh = explicit_mesh(arguments)
-    if mesh is None:
-        return function(*arguments)
     _, results = traced(mesh, function, arguments)
     flat = flatten(split, arguments, results, "the layer")
     operands = jax.tree.leaves(arguments)

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from tests.moe.oracle import assert_rounded_once
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.activations.api import glu_gradients
+from triax.moe.activations.ops import activate_gradients
+from triax.moe.activations.options import resolve
 from triax.testing import assert_close, assert_same_bits, checked, poison
 
 PATHS = ["interpret", "xla"]
@@ -161,7 +162,12 @@ def test_the_gradients_make_the_result_again(implementation, activation, layout)
 
     @jax.jit
     def run(gate_up, weights, gradient):
-        found, again = glu_gradients(gate_up, weights, gradient, again=True, **how)
+        gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+        found, again = activate_gradients(
+            *(gate, up, weights, resolve(activation, interleaved), gradient),
+            again=True,
+            implementation=implementation,
+        )
         out, pull = jax.vjp(op, gate_up, weights)
         return (again, found, (gate_up, gradient)), (out, *pull(gradient))
 

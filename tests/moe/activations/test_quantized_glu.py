@@ -13,11 +13,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.moe.activations.test_glu import CLAMPED, GATED, PATHS, draw
 from triax import moe
 from triax.errors import DifferentiationError
-from triax.moe.activations.api import quantized_glu
+from triax.moe.activations.ops import activate_quantized
+from triax.moe.activations.options import resolve
 from triax.moe.shared import target
 from triax.testing import assert_same_bits, checked, poison
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def quantized_glu(gate_up, weights, dtype, *, activation, interleaved, implementation):
+    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+    kind = resolve(activation, interleaved)
+    return activate_quantized(gate, up, weights, kind, dtype, implementation=implementation)
 
 
 def both(gate_up, weights, to=E4M3, *, activation="swiglu", interleaved=False, implementation=None):

@@ -639,6 +639,23 @@ def routing(shape, of_experts=None):
             of_type,
             r"`experts\.w_down` must have a floating-point",
         ),
+        (
+            {"w_gate_up": ones((E, H, 2 * W), "float8_e4m3fn")},
+            of_type,
+            r"^Argument `experts\.w_gate_up` must be a float of 16 bits or more",
+        ),
+        (
+            {"b_gate_up": ones((E, 2 * W), int)},
+            of_type,
+            r"^Argument `experts\.b_gate_up` must have a floating-point dtype",
+        ),
+        ({"bias": ones(E + 1)}, of_value, r"^Argument `bias` must have shape \(5,\) .* `logits`"),
+        ({"bias": ones(E, int)}, of_type, "^Argument `bias` must have a floating-point dtype"),
+        (
+            {"expert_scale": ones((E, 1))},
+            of_value,
+            r"^Argument `expert_scale` must have shape \[ex",
+        ),
         ({"axis_name": "experts"}, of_value, "`axis_name` must name a mesh axis of the"),
         ({"top_k": 6}, of_value, r"`router\.top_k` must be at most the 5 experts"),
         ({"capacity": -1}, of_value, "`capacity` must be at least 0"),
@@ -692,6 +709,18 @@ def test_arrays_that_the_kernels_do_not_take(changes, name):
         message = f"^Argument `{re.escape(name)}` must be a float of at most 32 bits"
         with pytest.raises(of_type, match=message):
             layer(**given, implementation="interpret")
+
+
+def test_weights_of_a_routing_that_the_kernels_do_not_take():
+    x, logits, *weights = draw()
+    with jax.enable_x64(True):
+        routed = moe.route(logits, moe.Router(2))
+        routed = routed._replace(weights=routed.weights.astype("float64"))
+        run = functools.partial(moe.feed_forward, x, routed, moe.Experts(*weights))
+        assert run(implementation="xla").tokens.dtype == x.dtype
+        message = r"^Argument `routing\.weights` must be a float of at most 32 bits"
+        with pytest.raises(of_type, match=message):
+            run(implementation="interpret")
 
 
 def test_the_activation_with_the_first_product_changes_no_bit():

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.moe.products import oracle
 from tests.moe.products.test_ragged_dot import PATHS, WIDTHS
 from triax import moe
-from triax.moe.products import api
+from triax.moe.products import arguments
 from triax.testing import assert_close, assert_same_bits, checked
 
 NUM_ROWS = 124  # four devices cut them
@@ -176,4 +176,4 @@ def test_mistakes(offset, match):
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "int16", "uint32", "int32"])
 def test_an_offset_of_any_integer_dtype(kind):
-    assert api._check_offset(jnp.array(2, kind), 5, 3) == 2
+    assert arguments._check_offset(jnp.array(2, kind), 5, 3) == 2

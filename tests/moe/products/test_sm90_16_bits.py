@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from tests.moe.products.test_programs import kernels
 from triax import moe
 from triax.compat import jax_private, versions
-from triax.moe.activations import api as activations
 from triax.moe.activations import ops as of_glu
+from triax.moe.activations import options as activations
 from triax.moe.products import ops, sm90_16_bits
 from triax.moe.products.operands import Parts
 from triax.moe.products.options import Groups, Options

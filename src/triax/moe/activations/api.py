@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from triax import messages
-from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.activations import functions, ops
-from triax.moe.activations.reference import SPECS, Activation, GluSpec, Swiglu
-from triax.moe.quantization.api import quantize
-from triax.moe.quantization.scaled import ScaledArray
+from triax.errors import ArgumentValueError
+from triax.moe.activations import ops
+from triax.moe.activations.options import check_two, remedy_by_gate, resolve
+from triax.moe.activations.reference import Activation, GluSpec
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
@@ -72,71 +65,15 @@ def glu(
       ArgumentValueError: an argument has the wrong shape, or `activation` or `implementation` is
         unknown.
     """
-    spec, function = resolve(activation, interleaved)
-    gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
-    if function is not None:
-        run = jax.checkpoint(functools.partial(functions.apply, function, spec))
-        out = run(gate_up, up, row_weights)
-    else:
-        out = ops.glu(gate_up, up, row_weights, spec=spec, implementation=implementation)
-    return checkpoint_name(out, "triax_glu")
-
-
-def quantized_glu(
-    gate_up: Any,
-    row_weights: Any,
-    dtype: str,
-    *,
-    activation: Activation,
-    interleaved: bool,
-    implementation: Any,
-) -> ScaledArray:
-    """Returns the result of `glu`, quantized with a scale for each row."""
-    spec, function = resolve(activation, interleaved)
-    gate, up, weights, resolved = _checked(gate_up, row_weights, spec, implementation)
-    if function is not None or not gate.size:
-        options: dict[str, Any] = {"activation": activation, "interleaved": interleaved}
-        out = glu(gate_up, row_weights, **options, implementation=implementation)
-        return quantize(out, dtype, block=(1, None), implementation=implementation)
-    options = {"spec": spec, "dtype": jnp.dtype(dtype), "implementation": resolved}
-    values, scales = ops.quantized_glu(gate, up, weights, **options)
-    return ScaledArray(values, scales, (1, None))
-
-
-def glu_gradients(
-    gate_up: Any,
-    row_weights: Any,
-    gradient: jax.Array,
-    *,
-    activation: Activation,
-    interleaved: bool,
-    again: bool,
-    implementation: Any,
-) -> tuple[dict[str, Any], Any]:
-    """Returns the gradients of `glu`'s operands by name, and with `again` the result of `glu`.
-
-    One pass over the operands computes all of them. A function must not close over JAX arrays.
-    """
-    spec, function = resolve(activation, interleaved)
-    gate_up, up, row_weights, implementation = _checked(gate_up, row_weights, spec, implementation)
-    if function is not None:
-        return functions.gradients(function, spec, gate_up, up, row_weights, gradient)
-    call = ops.glu.of(implementation, spec=spec)
-    return ops.gradients(call, gate_up, up, row_weights, gradient=gradient, again=again)
-
-
-def closes_over_arrays(
-    activation: Activation, interleaved: bool, gate_up: jax.Array, up: jax.Array | None
-) -> bool:
-    """Whether an activation is a function that closes over JAX arrays, traced or not."""
-    spec, function = resolve(activation, interleaved)
-    return function is not None and functions.closes_over_arrays(function, spec, gate_up, up)
+    resolved = resolve(activation, interleaved)
+    gate_up, up, row_weights = _checked(gate_up, row_weights, resolved.spec, implementation)
+    return ops.activate(gate_up, up, row_weights, resolved, implementation=implementation)
 
 
 def _checked(
     gate_up: Any, row_weights: Any, spec: GluSpec, implementation: Implementation | None
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Implementation | None]:
-    """Returns gate and up, or one array and None; the row weights; and the implementation."""
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Returns gate and up, or one array and None; and the row weights."""
     up = None
     if isinstance(gate_up, tuple):
         gate_up, up = _two(gate_up, spec)
@@ -150,87 +87,11 @@ def _checked(
     if row_weights is not None:
         of_rows: dict[str, Any] = {"sizes": {"rows": gate_up.shape[0]}, "of": "`gate_up`"}
         row_weights = arguments.array(
-            "row_weights", row_weights, ("rows",), jnp.floating, **of_rows
+            "row_weights", row_weights, ("rows",), jnp.floating, wide="Cast it.", **of_rows
         )
-        arguments.check_wide("row_weights", row_weights, "Cast it.")
-    implementation = implementations.resolve_for_floats(
-        implementation, gate_up=gate_up, row_weights=row_weights
-    )
-    return gate_up, up, row_weights, implementation if gate_up.size else "xla"
-
-
-def resolve(
-    activation: Any, interleaved: bool = False
-) -> tuple[GluSpec, Callable[..., Any] | None]:
-    """Returns the spec of an activation, and the activation itself if it is a JAX function."""
-    if isinstance(activation, Swiglu):
-        spec = GluSpec("silu", gated=True, **dataclasses.asdict(activation))
-    elif activation is Swiglu:
-        raise ArgumentTypeError("Argument `activation` is the class Swiglu. Pass one: `Swiglu()`.")
-    elif callable(activation):
-        spec = GluSpec("", gated=_num_arguments(activation) == 2)
-    else:
-        remedy = " Or pass a `Swiglu`, or a JAX function of gate and up."
-        arguments.check_choice("activation", activation, SPECS, remedy)
-        spec = SPECS[activation]
-    messages.check_bool(interleaved=interleaved)
-    if interleaved and not spec.gated:
-        raise ArgumentValueError(
-            f"Argument `interleaved` is True, and `activation`, {messages.short(activation)}, has "
-            f"no gate. Leave it out.{remedy_by_gate(spec)}"
-        )
-    function = activation if not spec.curve else None
-    return dataclasses.replace(spec, interleaved=bool(interleaved)), function
-
-
-def _num_arguments(function: Callable[..., Any]) -> int:
-    try:
-        parameters = [*inspect.signature(function).parameters.values()]
-    except ValueError:  # a built-in function
-        parameters = []
-    positional = [p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
-    count = sum(p.default is p.empty for p in positional)
-    if count not in (1, 2):
-        raise ArgumentTypeError(
-            "Argument `activation` must be a function of gate and up, or of one array; got "
-            f"{messages.shown(function)} with {count} arguments. Wrap it: `lambda gate, up: …`."
-        )
-    return count
-
-
-def remedy_by_gate(spec: GluSpec) -> str:
-    """Returns a hint which activation to pass with a gate, or without one."""
-    other = _name(dataclasses.replace(spec, gated=not spec.gated))
-    if spec.gated:
-        remedy = f"`activation={other}`" if other else "a JAX function of one array"
-        return f" For experts without a gate, pass {remedy}."
-    this = _name(spec)
-    remedy = (
-        f"`activation={other}`, {this} of the gate times up" if other else "a JAX function of both"
-    )
-    alone = f" {this} itself is for experts without a gate." if this else ""
-    return f" For gate and up, pass {remedy}.{alone}"
-
-
-def _name(spec: GluSpec) -> str:
-    """Returns the name of an activation in quotes, or nothing."""
-    plain = dataclasses.replace(spec, interleaved=False)
-    return next((repr(name) for name, known in SPECS.items() if known == plain), "")
-
-
-def check_two(name: str, pair: tuple[Any, ...], spec: GluSpec) -> None:
-    """Raises unless `pair` is gate and up, and the activation takes two arrays."""
-    if len(pair) == 2 and not spec.gated:
-        raise ArgumentValueError(
-            f"Argument `activation` must have a gate, because `{name}` is two arrays, gate and up; "
-            f"got {_name(spec) or 'a function of one array'}.{remedy_by_gate(spec)}"
-        )
-    if len(pair) != 2 or spec.interleaved:
-        raise ArgumentValueError(
-            f"Argument `{name}` must be one array, or two (gate and up) for a gated activation "
-            f"without `interleaved`; got {len(pair)}."
-            f"{' Leave `interleaved` out.' if len(pair) == 2 else ''}"
-        )
+    floats: dict[str, Any] = {"gate_up": gate_up, "row_weights": row_weights}
+    implementations.check(implementation, floats=True, **floats)
+    return gate_up, up, row_weights
 
 
 def _two(gate_up: Any, spec: GluSpec) -> tuple[jax.Array, jax.Array]:
@@ -245,7 +106,5 @@ def _two(gate_up: Any, spec: GluSpec) -> tuple[jax.Array, jax.Array]:
 
 
 def _floats(name: str, value: Any, columns: str) -> jax.Array:
-    array = arguments.array(name, value, ("rows", columns), jnp.floating)
     remedy = "Make `ragged_dot` return one with `preferred_element_type`."
-    arguments.check_wide(name, array, remedy)
-    return array
+    return arguments.array(name, value, ("rows", columns), jnp.floating, wide=remedy)

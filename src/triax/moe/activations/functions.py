@@ -12,6 +12,7 @@ import numpy as np
 
 from triax import messages
 from triax.errors import ArgumentValueError
+from triax.moe.activations.options import ResolvedActivation
 from triax.moe.activations.reference import GluSpec, halves
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.order import after
@@ -76,12 +77,15 @@ def gradients(
 
 
 def closes_over_arrays(
-    function: Callable[..., Any], spec: GluSpec, gate_up: jax.Array, up: jax.Array | None
+    activation: ResolvedActivation, gate_up: jax.Array, up: jax.Array | None
 ) -> bool:
-    """Whether the function uses JAX arrays, traced or not, that are not its arguments.
+    """Whether an activation uses JAX arrays, traced or not, that are not its arguments.
 
     Functions that it calls, such as one of `jax.jit`, may hold them.
     """
+    function, spec = activation.function, activation.spec
+    if function is None:
+        return False
     run = lambda gate_up, up: apply(function, spec, gate_up, up, None)
     traced = jax.make_jaxpr(run)(gate_up, up)
     return any(isinstance(array, jax.Array) for array in rules.constants(traced))

@@ -1,4 +1,8 @@
-"""The ops of glu and of its gradients."""
+"""The ops of glu and of its gradients.
+
+`activate`, `activate_quantized` and `activate_gradients` call them, or a JAX function, with checked
+arguments: for the public `glu`, and for what is made of it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,16 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
-from triax.moe.activations import launchers, reference
+from triax.moe.activations import functions, launchers, reference
+from triax.moe.activations.options import ResolvedActivation
 from triax.moe.activations.reference import GluSpec
+from triax.moe.quantization.ops import quantized
+from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call, Op, not_differentiable
 from triax.sharding import linear
 from triax.sharding.splits import Shard
@@ -92,3 +103,69 @@ glu_grad = Op(
     derivative="xla",
     local=_sum_over_width,
 )
+
+
+def activate(
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+    activation: ResolvedActivation,
+    *,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Computes `glu` of gate and up, or of one array and None."""
+    if activation.function is not None:
+        run = functools.partial(functions.apply, activation.function, activation.spec)
+        out = jax.checkpoint(run)(gate_up, up, row_weights)
+    else:
+        implementation = _fit(implementation, gate_up, row_weights)
+        out = glu(gate_up, up, row_weights, spec=activation.spec, implementation=implementation)
+    return checkpoint_name(out, "triax_glu")
+
+
+def activate_quantized(
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+    activation: ResolvedActivation,
+    dtype: str,
+    *,
+    implementation: Implementation | None,
+) -> ScaledArray:
+    """Computes `glu`, quantized with a scale for each row."""
+    if activation.function is not None or not gate_up.size:
+        out = activate(gate_up, up, row_weights, activation, implementation=implementation)
+        return quantized(out, dtype, block=(1, None), implementation=implementation)
+    options: dict[str, Any] = {"spec": activation.spec, "dtype": np.dtype(dtype)}
+    options["implementation"] = _fit(implementation, gate_up, row_weights)
+    values, scales = quantized_glu(gate_up, up, row_weights, **options)
+    return ScaledArray(values, scales, (1, None))
+
+
+def activate_gradients(
+    gate_up: jax.Array,
+    up: jax.Array | None,
+    row_weights: jax.Array | None,
+    activation: ResolvedActivation,
+    gradient: jax.Array,
+    *,
+    again: bool,
+    implementation: Implementation | None,
+) -> tuple[dict[str, Any], Any]:
+    """Returns the gradients of `glu`'s operands by name, and with `again` the result of `glu`.
+
+    One pass over the operands computes all of them. A function must not close over JAX arrays.
+    """
+    if activation.function is not None:
+        operands = gate_up, up, row_weights
+        return functions.gradients(activation.function, activation.spec, *operands, gradient)
+    call = glu.of(_fit(implementation, gate_up, row_weights), spec=activation.spec)
+    return gradients(call, gate_up, up, row_weights, gradient=gradient, again=again)
+
+
+def _fit(
+    implementation: Implementation | None, gate_up: jax.Array, row_weights: jax.Array | None
+) -> Implementation | None:
+    if not gate_up.size:
+        return "xla"
+    return implementations.fit(implementation, gate_up, row_weights, floats=True)

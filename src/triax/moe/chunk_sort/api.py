@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from triax import messages
-from triax.errors import ArgumentValueError
-from triax.moe.chunk_sort import ops
-from triax.moe.shared import arguments
-from triax.moe.shared import implementation as implementations
+from triax.moe.chunk_sort import arguments, ops
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 
@@ -71,32 +66,7 @@ def sort_chunks_by_index(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
-    x = arguments.array("x", x, ("tokens", "hidden"))
-    split_sizes = arguments.array("split_sizes", split_sizes, ("chunks",), jnp.integer)
-    messages.check_sizes_known("x", x.shape)
-    num_rows, num_chunks = x.shape[0], split_sizes.shape[0]
-    if num_rows > arguments.MAX_ROWS:
-        raise ArgumentValueError(
-            f"Argument `x` must have at most 2**31 - 1 rows; got {num_rows}. Sort it in parts."
-        )
-    sorted_indices = arguments.array(
-        "sorted_indices",
-        sorted_indices,
-        ("chunks",),
-        jnp.integer,
-        sizes={"chunks": num_chunks},
-        of="`split_sizes`",
+    operands = arguments.checked(
+        x, split_sizes, sorted_indices, probs, implementation=implementation
     )
-    if probs is not None:
-        sizes = {"tokens": num_rows}
-        probs = arguments.array("probs", probs, ("tokens",), jnp.floating, sizes=sizes, of="`x`")
-    implementation = implementations.resolve(implementation, x=x, probs=probs)
-    if num_chunks == 0 or num_rows == 0 or (x.shape[1] == 0 and probs is None):
-        return Sorted(x, probs)
-    maps = ops.chunk_maps(
-        arguments.as_int32(split_sizes),
-        arguments.as_int32(sorted_indices),
-        num_rows=num_rows,
-        implementation=implementation,
-    )
-    return Sorted(*ops.move_chunks(x, probs, maps, implementation=implementation))
+    return Sorted(*ops.sort_chunks(*operands, implementation))

@@ -1,4 +1,7 @@
-"""The ops of the chunk sort: one makes the maps, one moves rows by them, there and back."""
+"""The ops of the chunk sort: one makes the maps, one moves rows by them, there and back.
+
+`sort_chunks` calls both with checked arguments.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import jax
 
 from triax.moe.chunk_sort import launchers, reference
 from triax.moe.chunk_sort.reference import ChunkMaps, Moved
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call, Op
 from triax.sharding import linear
 
@@ -44,3 +49,20 @@ move_chunks = Op(
     derivative=_derivative,
     any_bits=True,
 )
+
+
+def sort_chunks(
+    x: jax.Array,
+    split_sizes: jax.Array,
+    sorted_indices: jax.Array,
+    probs: jax.Array | None,
+    implementation: Implementation | None,
+) -> Moved:
+    """Reorders chunks of rows, by int32 sizes and indices."""
+    num_rows = x.shape[0]
+    if split_sizes.size == 0 or num_rows == 0 or (x.shape[1] == 0 and probs is None):
+        return Moved(x, probs)
+    chosen = implementations.fit(implementation, x, probs)
+    maps = chunk_maps(split_sizes, sorted_indices, num_rows=num_rows, implementation=chosen)
+    moved: Moved = move_chunks(x, probs, maps, implementation=chosen)
+    return moved

@@ -16,14 +16,21 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.expert_parallel.arrivals import Dispatched, DispatchPlan, by_expert, exchanged
+from triax.moe.expert_parallel import choices
+from triax.moe.expert_parallel.arrivals import (
+    Dispatched,
+    DispatchPlan,
+    by_expert,
+    combined,
+    exchanged,
+)
 from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme
-from triax.moe.expert_parallel.tokens import collect, home, home_in_8_bits
-from triax.moe.permutation.api import as_known_words, routes_of, unpermute, weights_by_slot
-from triax.moe.plans.reference import Plan
+from triax.moe.permutation.ops import as_known_words
 from triax.moe.quantization.scaled import DTYPES, ScaledArray, of_rows, tokens
 from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array, AxisName
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.moved import refuses_moved_keywords
@@ -101,19 +108,42 @@ def dispatch(
       ArgumentValueError: an argument has the wrong shape or is out of range, or there is no mesh
         axis of that name: the call is outside of `shard_map`.
     """
-    whole = None
+    whole = x if isinstance(x, ScaledArray) else None
     if isinstance(x, ScaledArray):
-        whole = x
         x, scales = tokens("x", x, scales)
+    x = arguments.array("x", x, ("tokens", "hidden"))
+    experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
+    weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
+    messages.check_sizes_known("experts", experts.shape)
+    arguments.check_pairs(experts.shape)
+    axis_name, num_devices = arguments.mesh_axis(axis_name, "dispatch")
+    num_experts = arguments.integer("num_experts", num_experts, 1)
+    if num_experts % num_devices:
+        raise ArgumentValueError(
+            f"Argument `num_experts` must be a multiple of the {num_devices} devices of axis "
+            f"{axis_name!r}; got {num_experts}."
+        )
+    if not x.shape[0] == weights.shape[0] == experts.shape[0] or weights.shape != experts.shape:
+        raise ArgumentValueError(
+            "Arguments `x`, `weights` and `experts` must have the same number of tokens, and the "
+            f"last two the same `top_k`; got {x.shape}, {weights.shape} and {experts.shape}."
+        )
     scale_dtype: Any = None
     if scales is not None:
-        scales = arguments.array("scales", scales, ("tokens", "scales"))
+        sizes = {"tokens": x.shape[0]}
+        scales = arguments.array("scales", scales, ("tokens", "scales"), sizes=sizes, of="`x`")
         scale_dtype = scales.dtype
         scales = as_known_words(scales)
+    if capacity is not None:
+        capacity = arguments.integer("capacity", capacity, 0)
+    if num_rows is not None:
+        num_rows = arguments.integer("num_rows", num_rows, 0)
+    choices.check(scheme, exchange)
+    implementations.check(implementation, x=x, weights=weights, scales=scales)
     sent = exchanged(
         x,
         weights,
-        experts,
+        arguments.as_int32(experts),
         num_experts,
         axis_name,
         capacity=capacity,
@@ -180,25 +210,9 @@ def combine(
                 f"returns; got {weights.shape}."
             )
         weights = arguments.array("weights", weights, ("rows",), jnp.floating, **of_plan)
-    how: dict[str, Any] = {"implementation": implementation}
-    ways = plan.ways
-    sent = ways if isinstance(ways, Plan) else ways.sent
     dtype = None if exchange_dtype is None else _exchange_dtype(exchange_dtype, rows)
-
-    def back(rows: jax.Array) -> jax.Array:
-        if dtype is None:
-            return home(rows, ways, plan.axis_name)
-        return home_in_8_bits(rows, ways, plan.axis_name, dtype, implementation)
-
-    if plan.received is not None:
-        rows = _weighted_sum(rows, plan.received, weights, **how)
-        if exchange_dtype is None:
-            return collect(rows, ways, plan.axis_name, **how)
-        return unpermute(back(rows), sent, **how)
-    if weights is not None:
-        weights = home(weights[:, None], ways, plan.axis_name)[:, 0]
-    # So the gradient has as many rows as the caller's `rows`, and zeros past the groups.
-    return _weighted_sum(back(rows), sent, weights, **how)
+    implementations.check(implementation, rows=rows, weights=weights)
+    return combined(rows, plan, weights, dtype, implementation=implementation)
 
 
 def _exchange_dtype(dtype: Any, rows: jax.Array) -> str:
@@ -210,10 +224,3 @@ def _exchange_dtype(dtype: Any, rows: jax.Array) -> str:
             f"rounded, and `rows` are of {rows.dtype}. Cast them, or leave it out."
         )
     return name
-
-
-def _weighted_sum(rows: jax.Array, plan: Plan, weights: Any, implementation: Any) -> jax.Array:
-    """`unpermute` with a weight for each row."""
-    if weights is not None:
-        weights = weights_by_slot(weights, routes_of(plan), implementation)
-    return unpermute(rows, plan, weights, implementation=implementation)

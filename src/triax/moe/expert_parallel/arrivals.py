@@ -10,12 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from triax import messages
-from triax.errors import ArgumentValueError
 from triax.moe.expert_parallel import exchange as exchanges
 from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme, choose, is_better_ragged
-from triax.moe.expert_parallel.tokens import Ways, padded_plan, ragged_ways, send
-from triax.moe.permutation.api import permute
-from triax.moe.plans.api import make_plan, make_plan_from_mask
+from triax.moe.expert_parallel.tokens import (
+    Ways,
+    collect,
+    home,
+    home_in_8_bits,
+    padded_plan,
+    ragged_ways,
+    send,
+)
+from triax.moe.permutation.ops import permute, unpermute, weights_by_slot
+from triax.moe.plans.ops import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared.implementation import Implementation
@@ -77,58 +84,35 @@ def by_expert(sent: Dispatched, implementation: Implementation | None) -> Dispat
     """Sorts the result of `exchanged` by expert, as `dispatch` returns it."""
     if sent.plan.received is None:
         return sent
-    moved: Any = permute(
-        sent.rows,
-        sent.plan.received,
-        weights=sent.weights,
-        scales=sent.scales,
-        implementation=implementation,
-    )
+    operands = sent.rows, sent.plan.received, sent.weights, sent.scales
+    moved: Any = permute(*operands, implementation=implementation)
     return sent._replace(rows=moved.rows, weights=moved.weights, scales=moved.scales)
 
 
 def exchanged(
-    x: Any,
-    weights: Any,
-    experts: Any,
+    x: jax.Array,
+    weights: jax.Array,
+    experts: jax.Array,
     num_experts: int,
     axis_name: Any,
     *,
     capacity: int | None = None,
     num_rows: int | None = None,
-    scales: Any = None,
+    scales: jax.Array | None = None,
     scheme: Scheme | None = None,
     exchange: ExchangeMethod | None = None,
-    implementation: Implementation | None = None,
+    implementation: Implementation | None,
 ) -> Dispatched:
-    """Runs `dispatch` up to the sort by expert: rows, weights and scales are as received.
+    """Runs `dispatch` up to the sort by expert, with checked arguments: `experts` are int32.
 
-    In scheme "token" rows are tokens, and weights have `top_k` columns; in scheme "choice" rows are
-    in the order of experts already.
+    Rows, weights and scales are as received. In scheme "token" rows are tokens, and weights have
+    `top_k` columns; in scheme "choice" rows are in the order of experts already.
     """
-    x = arguments.array("x", x, ("tokens", "hidden"))
-    experts = arguments.array("experts", experts, ("tokens", "top_k"), jnp.integer)
-    weights = arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating)
-    messages.check_sizes_known("experts", experts.shape)
-    axis_name, num_devices = arguments.mesh_axis(axis_name, "dispatch")
-    num_experts = arguments.integer("num_experts", num_experts, 1)
-    if num_experts % num_devices:
-        raise ArgumentValueError(
-            f"Argument `num_experts` must be a multiple of the {num_devices} devices of axis "
-            f"{axis_name!r}; got {num_experts}."
-        )
-    if not x.shape[0] == weights.shape[0] == experts.shape[0] or weights.shape != experts.shape:
-        raise ArgumentValueError(
-            "Arguments `x`, `weights` and `experts` must have the same number of tokens, and the "
-            f"last two the same `top_k`; got {x.shape}, {weights.shape} and {experts.shape}."
-        )
-    if scales is not None:
-        sizes = {"tokens": x.shape[0]}
-        scales = arguments.array("scales", scales, ("tokens", "scales"), sizes=sizes, of="`x`")
+    num_devices = jax.lax.axis_size(axis_name)
     num_local = num_experts // num_devices
     limit = experts.shape[0]
     if capacity is not None:
-        limit = min(arguments.integer("capacity", capacity, 0), limit)
+        limit = min(capacity, limit)
         scheme = scheme or "token"  # `capacity` means something else in scheme "choice"
     ragged = is_better_ragged(x, num_devices)
     scheme, exchange = choose(scheme, exchange, experts.shape[1], num_devices, ragged)
@@ -137,9 +121,8 @@ def exchanged(
         pairs = limit * experts.shape[1]
         if scheme == "choice" and capacity is not None:
             pairs = min(experts.size, capacity * num_local)
-        num_rows = num_devices * pairs
-    num_rows = arguments.integer("num_rows", num_rows, 0)
-    weights, experts = gathered(weights), gathered(arguments.as_int32(experts))
+        num_rows = arguments.integer("num_rows", num_devices * pairs, 0)
+    weights, experts = gathered(weights), gathered(experts)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
     axis, how = _Axis(axis_name, num_devices, num_local), {"implementation": implementation}
     given = _Given(x, weights, experts, scales, axis, num_rows, how)
@@ -218,7 +201,7 @@ def _send_choices(given: _Given, capacity: int | None) -> Dispatched:
     """Sends each pair of token and expert as a row, straight to its place on the other device."""
     x, weights, experts, scales, axis, num_rows, how = given
     sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
-    moved: Any = permute(x, sent, weights=weights, scales=scales, **how)
+    moved: Any = permute(x, sent, weights, scales, **how)
     counts = sent.group_sizes.reshape(axis.devices, axis.experts)
     slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, num_rows)
 
@@ -234,3 +217,38 @@ def _send_choices(given: _Given, capacity: int | None) -> Dispatched:
         jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
         DispatchPlan(Ways(sent, slices, None), None, axis.name, num_rows),
     )
+
+
+def combined(
+    rows: jax.Array,
+    plan: DispatchPlan,
+    weights: jax.Array | None,
+    dtype: str | None = None,
+    *,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Runs `combine` with checked arguments; `dtype` is what rows are rounded to on their way."""
+    ways, axis_name = plan.ways, plan.axis_name
+    sent = ways if isinstance(ways, Plan) else ways.sent
+
+    def back(rows: jax.Array) -> jax.Array:
+        if dtype is None:
+            return home(rows, ways, axis_name)
+        return home_in_8_bits(rows, ways, axis_name, dtype, implementation)
+
+    if plan.received is not None:
+        rows = _weighted_sum(rows, plan.received, weights, implementation)
+        if dtype is None:
+            return collect(rows, ways, axis_name, implementation=implementation)
+        return unpermute(back(rows), sent, implementation=implementation)
+    if weights is not None:
+        weights = home(weights[:, None], ways, axis_name)[:, 0]
+    # So the gradient has as many rows as the caller's `rows`, and zeros past the groups.
+    return _weighted_sum(back(rows), sent, weights, implementation)
+
+
+def _weighted_sum(rows: jax.Array, plan: Plan, weights: Any, implementation: Any) -> jax.Array:
+    """`unpermute` with a weight for each row."""
+    if weights is not None:
+        weights = weights_by_slot(weights, plan, implementation)
+    return unpermute(rows, plan, weights, implementation=implementation)

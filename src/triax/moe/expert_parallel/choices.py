@@ -31,22 +31,30 @@ def is_better_ragged(x: jax.Array, num_devices: int) -> bool:
     return local and x.size * x.dtype.itemsize >= _MIN_RAGGED_BYTES and explicit_mesh(x) is None
 
 
-def choose(
-    scheme: Any, exchange: Any, top_k: int, num_devices: int, ragged: bool
-) -> tuple[Scheme, ExchangeMethod]:
-    """Checks the caller's choices, and chooses the rest as `dispatch` documents."""
+def check(scheme: Any, exchange: Any) -> None:
+    """Raises unless the caller's choices are known and go together."""
     arguments.check_choice("scheme", scheme, (None, *get_args(Scheme)))
     arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
+    if scheme == "choice" and exchange == "padded":
+        raise ArgumentValueError(
+            'Argument `exchange` must be "ragged" or None with scheme "choice", whose rows go '
+            'straight to their places; got "padded".'
+        )
+
+
+def choose(
+    scheme: Scheme | None,
+    exchange: ExchangeMethod | None,
+    top_k: int,
+    num_devices: int,
+    ragged: bool,
+) -> tuple[Scheme, ExchangeMethod]:
+    """Chooses what the caller did not, as `dispatch` documents."""
     needed = num_devices * (1 - (1 - 1 / num_devices) ** top_k)
     if scheme is None:
         many = num_devices > 1 and needed > _WORTH_A_TOKEN * top_k
         may_be_ragged = exchange == "ragged" or (exchange is None and ragged)
         scheme = "choice" if many and may_be_ragged else "token"
     if scheme == "choice":
-        if exchange == "padded":
-            raise ArgumentValueError(
-                'Argument `exchange` must be "ragged" or None with scheme "choice", whose rows go '
-                'straight to their places; got "padded".'
-            )
         return "choice", "ragged"
     return scheme, exchange or ("ragged" if ragged else "padded")

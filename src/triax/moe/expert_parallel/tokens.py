@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax.moe.expert_parallel import exchange
 from triax.moe.expert_parallel.exchange import Pieces, Slices
-from triax.moe.permutation.api import permute, routes_of, sum_rows, unpermute
+from triax.moe.permutation.ops import permute, sum_rows, unpermute
 from triax.moe.plans.reference import Plan
-from triax.moe.quantization.api import quantize
+from triax.moe.quantization.ops import quantized
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call, Op
 from triax.sharding import linear
@@ -89,10 +89,11 @@ def send(
     `num_rows`.
     """
     if isinstance(ways, Plan):
-        return exchange.padded(permute(x, ways, implementation=implementation), axis_name)
+        rows = permute(x, ways, implementation=implementation).rows
+        return exchange.padded(rows, axis_name)
     how = {"num_rows": num_rows, "axis_name": axis_name}
-    rows: jax.Array = _send(x, ways, implementation=implementation, **how)
-    return rows
+    received: jax.Array = _send(x, ways, implementation=implementation, **how)
+    return received
 
 
 def collect(
@@ -132,7 +133,7 @@ def home_in_8_bits(
 def _rounded(
     rows: jax.Array, ways: Ways | Plan, *, axis_name: Any, dtype: str, implementation: Any
 ) -> jax.Array:
-    rounded = quantize(rows, dtype, block=(1, _BLOCK), implementation=implementation)
+    rounded = quantized(rows, dtype, block=(1, _BLOCK), implementation=implementation)
     here = jax.tree.map(lambda part: home(part, ways, axis_name), rounded)
     return here.dequantize(rows.dtype)
 
@@ -159,14 +160,14 @@ def _to_devices(
 ) -> jax.Array:
     if ways.pieces is not None and x.shape[1] * x.dtype.itemsize >= _MIN_ROW_BYTES:
         return exchange.move(x, ways.pieces, num_rows, axis_name)
-    rows = permute(x, ways.sent, implementation=implementation)
+    rows = permute(x, ways.sent, implementation=implementation).rows
     return exchange.ragged(rows, ways.slices, num_rows, axis_name)
 
 
 def _to_tokens(
     rows: jax.Array, ways: Ways, *, num_rows: int, axis_name: Any, implementation: Any
 ) -> jax.Array:
-    return sum_rows(home(rows, ways, axis_name), routes_of(ways.sent), implementation)
+    return sum_rows(home(rows, ways, axis_name), ways.sent, implementation)
 
 
 def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:

@@ -13,13 +13,13 @@ from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError
 from triax.moe.layer import parts, recipes
-from triax.moe.layer.experts import Experts, check_floats, check_sizes, checked
+from triax.moe.layer.experts import NOT_8_BITS, Experts, check_sizes, checked
 from triax.moe.layer.parts import FeedForward, Options
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import Recipe, Scaling
-from triax.moe.router.api import route
+from triax.moe.router.ops import choose_and_scale
 from triax.moe.router.reference import Routing
-from triax.moe.router.router import Router
+from triax.moe.router.router import Router, check_logits, check_of_experts, spec_of
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array, AxisName
@@ -95,17 +95,29 @@ def feed_forward(
       ArgumentTypeError: an argument has the wrong type.
       ArgumentValueError: an argument has the wrong shape or is out of range.
     """
-    lead, x, choice = _flattened(x, logits_or_routing)
+    lead: tuple[int, ...] = ()
+    choice = logits_or_routing
+    if getattr(x, "ndim", 0) > 2 and jax_private.is_array(x):
+        lead = x.shape[:-1]
+        if {getattr(array, "shape", ())[:-1] for array in jax.tree.leaves(choice)} == {lead}:
+            choice = jax.tree.map(_flat, choice)
+        x = _flat(x)
+    x = arguments.array("x", x, ("tokens", "hidden"), jnp.floating, wide=NOT_8_BITS)
     messages.check_sizes_known("x", x.shape)
     num_tokens, hidden = x.shape
-    recipe = recipes.resolve(recipe, x)
+    if recipe is not None:
+        recipe = recipes.resolve(recipe, x)
     experts = checked(experts, x, recipe)
     num_experts = experts.w_down.shape[0]
     if axis_name is not None:
         axis_name, num_devices = arguments.mesh_axis(axis_name, "feed_forward")
+    if capacity is not None:
+        capacity = arguments.integer("capacity", capacity, 0)
+    floats = {"x": x}
     if isinstance(choice, Routing):
         of_logits = {"router": router, "bias": bias, "expert_scale": expert_scale}
-        choice = _checked_routing(choice, num_tokens, of_logits)
+        routing = _checked_routing(choice, num_tokens, of_logits)
+        floats["routing.weights"] = routing.weights
     elif not jax_private.is_array(choice):
         raise ArgumentTypeError(
             "Argument `logits_or_routing` must be an array of logits, or a Routing; got "
@@ -117,8 +129,8 @@ def feed_forward(
             "`moe.Router(top_k)`."
         )
     else:
-        choice = arguments.array("logits", choice, ("tokens", "experts"), jnp.floating)
-        beside, of_all = "the tokens of `x`", choice.shape[1]
+        logits = check_logits(choice)
+        beside, of_all = "the tokens of `x`", logits.shape[1]
         if axis_name is None:  # on a mismatch `check_sizes` reports the weights
             num_experts = of_all
         else:
@@ -127,35 +139,26 @@ def feed_forward(
                 f" and `experts`, which has {num_experts} on each of {num_devices} devices (each "
                 "gets its own experts' weights, and the logits of all experts)"
             )
-        arguments.check_shape("logits", choice.shape, (num_tokens, of_all), beside)
+        arguments.check_shape("logits", logits.shape, (num_tokens, of_all), beside)
+        spec = spec_of(router, of_all)
+        bias = check_of_experts("bias", bias, of_all)
+        expert_scale = check_of_experts("expert_scale", expert_scale, of_all)
+        implementations.check(implementation, logits=logits, bias=bias)
+        how: dict[str, Any] = {"expert_scale": expert_scale, "implementation": implementation}
+        routing = choose_and_scale(logits, bias, router, spec, **how)
     check_sizes(experts, num_experts, hidden, "`x`" if router is None else "`x` and the logits")
-    floats = {"x": x}
+    arguments.check_pairs(routing.experts.shape)
     for name in ("b_gate_up", "b_down"):
         for path, array in jax.tree_util.tree_leaves_with_path(getattr(experts, name)):
             floats[f"experts.{name}{jax.tree_util.keystr(path)}"] = array
-    implementations.resolve_for_floats(implementation, **floats)
+    implementations.check(implementation, floats=True, **floats)
     products = Products(recipe, experts.transposed, implementation)
-    kept = _check_keep(keep)
-    if router is not None:
-        how: dict[str, Any] = {"bias": bias, "expert_scale": expert_scale}
-        choice = route(choice, router, **how, implementation=implementation)
-    options = Options(capacity, axis_name, products, kept)
-    out = parts.feed_forward(options, x, choice, experts)
-    if len(lead) == 1:
+    options = Options(capacity, axis_name, products, _check_keep(keep))
+    out = parts.feed_forward(options, x, routing, experts)
+    if not lead:
         return out
     back = [jnp.reshape(array, (*lead, array.shape[-1])) for array in (out.tokens, *out.routing)]
     return out._replace(tokens=back[0], routing=Routing(*back[1:]))
-
-
-def _flattened(x: Any, choice: Any) -> tuple[tuple[int, ...], jax.Array, Any]:
-    """Returns the leading dimensions of `x`, and `x` and `choice` with one leading dimension."""
-    lead = x.shape[:-1] if jax_private.is_array(x) else ()
-    if len(lead) > 1:
-        if {getattr(array, "shape", ())[:-1] for array in jax.tree.leaves(choice)} == {lead}:
-            choice = jax.tree.map(_flat, choice)
-        x = _flat(x)
-    check_floats("x", x, ("tokens", "hidden"))
-    return lead, arguments.as_jax(x), choice
 
 
 def _flat(array: Any) -> jax.Array:

@@ -9,26 +9,28 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import GetAttrKey
 
 from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import checkpoint
-from triax.moe.activations import api as activations
+from triax.moe.activations import options as activations
 from triax.moe.activations.reference import Activation, GluSpec
-from triax.moe.layer.recipes import BLOCK, Recipe, Scaling, resolve
+from triax.moe.layer.recipes import BLOCK, DTYPES, Recipe, Scaling, resolve
 from triax.moe.products import operands
 from triax.moe.quantization import scaled
-from triax.moe.quantization.api import quantize
+from triax.moe.quantization.ops import quantized
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 
 Weights: TypeAlias = Array | ScaledArray
 
+_AXES = "experts", "depth", "columns"
+NOT_8_BITS = "For 8-bit floats, call `ragged_dot` with scales."
 PRODUCTS = "forward", "rows_gradient"
 """The products of a `Recipe` that have the weights as an operand."""
 
@@ -181,8 +183,10 @@ class Experts:
         found = dataclasses.replace(self)
         if recipe is None:
             return found
-        _check(found, "experts.", quantizes=True)
-        used = resolve(recipe, self.w_down, "experts.w_down")
+        implementations.check(implementation)
+        named = _check(found, "experts.", quantizes=True)
+        for name, matrix in named:
+            used = resolve(recipe, matrix.weights, name)
         scalings = {product: getattr(used, product) for product in PRODUCTS}
 
         def both(weights: Array) -> dict[str, ScaledArray | None]:
@@ -270,8 +274,8 @@ def in_8_bits(
     if scaling == "rows":
         block[depth] = None
     swapped = depth == 1
-    how = {"transposed": swapped, "implementation": implementation}
-    found = quantize(weights, block=tuple(block), **how)
+    how: dict[str, Any] = {"transposed": swapped, "implementation": implementation}
+    found = quantized(weights, DTYPES[0], block=tuple(block), **how)
     return found if swapped else found.mT
 
 
@@ -287,7 +291,18 @@ def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:
             "Argument `experts` must be moe.Experts, the weights and their layout; got "
             f"{messages.shown(experts)}. Make one: `moe.Experts(w_gate_up, w_down)`."
         )
-    _check(experts, "experts.", quantizes=recipe is not None, x=x)
+    for name, (weights, _, in_8_bits) in _check(experts, "experts.", recipe is not None):
+        if isinstance(weights, ScaledArray):
+            multiplied = operands.checked(name, weights, _AXES, swap=experts.transposed)
+            operands.check_rows(x, multiplied, ("x", name))
+        elif (found := jax.dtypes.canonicalize_dtype(weights.dtype)) != x.dtype:
+            before = " before `quantized`" if in_8_bits is not None else ""
+            raise ArgumentTypeError(
+                f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {found}. Cast it"
+                f"{before}, `jax.tree.map(lambda w: w.astype(x.dtype), experts)`, where its "
+                "gradient keeps its own dtype; or cast `x`, but float32 makes the matmuls many "
+                "times slower."
+            )
     if experts.recipe not in (None, recipe):
         raise ArgumentValueError(
             f"Argument `experts` is quantized for {experts.recipe}, and `recipe` is {recipe}. "
@@ -311,19 +326,11 @@ def check_sizes(experts: Experts, num_experts: int, hidden: int, of: str) -> Non
     )
 
 
-def check_floats(name: str, value: Any, axes: tuple[str, ...]) -> np.dtype:
-    """Returns the dtype that JAX gives to floats of 16 bits or more."""
-    array = arguments.checked(name, value, axes, jnp.floating)
-    arguments.check_wide(name, array, "For 8-bit floats, call `ragged_dot` with scales.")
-    return np.dtype(jax.dtypes.canonicalize_dtype(array.dtype))
+def _check(experts: Experts, of: str = "", quantizes: bool = False) -> list[tuple[str, Matrix]]:
+    """Returns the matrices by the arguments' names; raises unless layout and shapes match.
 
-
-def _check(experts: Experts, of: str = "", quantizes: bool = False, x: Any = None) -> None:
-    """Raises unless layout and shapes match.
-
-    `of` is a prefix of argument names. With it, all leaves must be arrays of one layer, and weights
-    go with the tokens `x`. Without it, layers may be stacked, and leaves may be anything, such as
-    specs.
+    `of` is a prefix of argument names. With it, all leaves must be arrays of one layer. Without it,
+    layers may be stacked, and leaves may be anything, such as specs.
     """
     spec, _ = activations.resolve(experts.activation, experts.interleaved)
     messages.check_bool(transposed=experts.transposed)
@@ -349,7 +356,7 @@ def _check(experts: Experts, of: str = "", quantizes: bool = False, x: Any = Non
         )
     found = matrices(experts)
     for name, matrix in zip(names, found, strict=True):
-        _check_matrix(f"{of}{name}", matrix, experts.transposed, bool(of), quantizes, x)
+        _check_matrix(f"{of}{name}", matrix, experts.transposed, bool(of), quantizes)
     halves = 2 if spec.gated and len(found) == 2 else 1
     down = _shape(experts.w_down)
     wanted = down and _first_shape(down, experts.transposed, halves)
@@ -362,18 +369,19 @@ def _check(experts: Experts, of: str = "", quantizes: bool = False, x: Any = Non
                 f"`w_down` of shape {down} and `activation` {messages.short(experts.activation)}"
             )
             arguments.check_shape(f"{of}{name}", _shape(weights), wanted, beside, remedy)
+    return [(f"{of}{name}", matrix) for name, matrix in zip(names, found, strict=True)]
 
 
 def _check_matrix(
-    name: str, matrix: Matrix, transposed: bool, strict: bool, quantizes: bool, x: Any
+    name: str, matrix: Matrix, transposed: bool, strict: bool, quantizes: bool
 ) -> None:
     weights, bias, _ = matrix
     scaled.check_no_bytes(name, weights, range(6))
-    axes, shape = ("experts", "depth", "columns"), _shape(weights)
+    shape = _shape(weights)
     if 0 < len(shape) < 3 or (strict and len(shape) > 3):
         stacked = " Pass stacked layers one at a time, by `jax.lax.scan` or `jax.vmap`."
         raise ArgumentValueError(
-            f"Argument `{name}` must have shape [{', '.join(axes)}]; got {shape}."
+            f"Argument `{name}` must have shape [{', '.join(_AXES)}]; got {shape}."
             f"{stacked if len(shape) > 3 else ''}"
         )
     of_bias = name.replace("w_", "b_")
@@ -382,22 +390,16 @@ def _check_matrix(
         arguments.check_shape(of_bias, _shape(bias), wanted, f"`{name}`")
     if not strict:
         return
+    floats: dict[str, Any] = {"wide": NOT_8_BITS, "convert": False}
     if bias is not None:
-        check_floats(of_bias, bias, ("experts", "columns"))
-    if isinstance(weights, ScaledArray):
-        if quantizes:
-            raise ArgumentTypeError(
-                f"Argument `{name}` is a ScaledArray, and `recipe` is given, which quantizes the "
-                "weights itself. Dequantize the weights, or leave `recipe` out."
-            )
-        multiplied = operands.checked(name, weights, axes, swap=transposed)
-        operands.check_rows(x, multiplied, ("x", name))
-    elif (found := check_floats(name, weights, axes)) != (found if x is None else x.dtype):
-        before = " before `quantized`" if matrix.in_8_bits is not None else ""
+        arguments.array(of_bias, bias, ("experts", "columns"), jnp.floating, **floats)
+    if not isinstance(weights, ScaledArray):
+        arguments.array(name, weights, _AXES, jnp.floating, **floats)
+        messages.check_sizes_known(name, shape)
+    elif quantizes:
         raise ArgumentTypeError(
-            f"Argument `{name}` must have the dtype of `x`, {x.dtype}; got {found}. Cast "
-            f"it{before}, `jax.tree.map(lambda w: w.astype(x.dtype), experts)`, where its gradient "
-            "keeps its own dtype; or cast `x`, but float32 makes the matmuls many times slower."
+            f"Argument `{name}` is a ScaledArray, and `recipe` is given, which quantizes the "
+            "weights itself. Dequantize the weights, or leave `recipe` out."
         )
     for product, copy in (matrix.in_8_bits or {}).items():
         if copy is not None:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from triax.moe.activations.api import glu, glu_gradients, quantized_glu
-from triax.moe.activations.reference import GluSpec
+from triax.moe.activations.ops import activate, activate_gradients, activate_quantized
+from triax.moe.activations.options import ResolvedActivation
 from triax.moe.layer.experts import Matrix
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import DTYPES
@@ -21,8 +21,7 @@ from triax.moe.plans.reference import Plan
 from triax.moe.products.ops import ragged_dot_glu
 from triax.moe.products.options import Groups, Options
 from triax.moe.quantization.scaled import ScaledArray
-from triax.moe.shared import arguments
-from triax.moe.shared.implementation import resolve_for_floats
+from triax.moe.shared import implementation as implementations
 from triax.moe.shared.ops import Call, Op, not_differentiable
 from triax.moe.shared.order import after
 from triax.sharding import linear
@@ -72,7 +71,7 @@ def multiply_glu(
     matrices: list[Matrix],
     sizes: jax.Array,
     row_weights: jax.Array,
-    spec: GluSpec,
+    activation: ResolvedActivation,
 ) -> tuple[jax.Array, jax.Array] | None:
     """Multiplies rows as `multiply` does, and applies `glu`; returns both results.
 
@@ -82,18 +81,18 @@ def multiply_glu(
     simple = how.recipe is None and not isinstance(weights, ScaledArray)
     arrays = [a for a in (rows, weights, bias, row_weights) if a is not None]
     fit = rows.dtype.itemsize == 2 and all(a.size and a.dtype.itemsize <= 4 for a in arrays)
-    if more or not (spec.curve and simple and fit):
+    if more or activation.function is not None or not (simple and fit):
         return None
     gate_up, out = ragged_dot_glu(
         rows,
         weights,
-        Groups(arguments.as_int32(sizes)),
+        Groups(sizes),
         bias,
         row_weights,
-        spec=spec,
+        spec=activation.spec,
         transposed=how.transposed,
         options=Options(rows.dtype, None),
-        implementation=resolve_for_floats(how.implementation, rows=rows),
+        implementation=implementations.fit(how.implementation, rows, floats=True),
     )
     return checkpoint_name(gate_up, "triax_ragged_dot"), out
 
@@ -104,20 +103,20 @@ def glu_multiply(
     row_weights: jax.Array | None,
     matrix: Matrix,
     sizes: jax.Array,
+    activation: ResolvedActivation,
     target: Plan | None = None,
     made: jax.Array | None = None,
-    **kind: Any,
 ) -> jax.Array:
     """Applies `glu` to gate and up, and multiplies its result as `multiply` does.
 
-    `kind` holds the options of `glu`, and `made` is its result if there is one already. The
-    activation must not close over JAX arrays.
+    `made` is the result of `glu` if there is one already. The activation must not close over JAX
+    arrays.
     """
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
     fixed = _Fixed(sizes, matrix.in_8_bits, target=target, made=made)
     operands = gate, up, row_weights, matrix.weights, matrix.bias, fixed
-    options = {"how": how, **kind}
-    if callable(kind["activation"]):  # a function made anew in each call would fill the cache
+    options = {"how": how, "activation": activation}
+    if activation.function is not None:  # a function made anew in each call would fill the cache
         out = Call(_glu_dot, how.implementation, options)(*operands)
     else:
         out = _glu_dot(*operands, implementation=how.implementation, **options)
@@ -175,16 +174,17 @@ def _glu_multiply(
     fixed: _Fixed,
     *,
     how: Products,
+    activation: ResolvedActivation,
     implementation: Any,
-    **kind: Any,
 ) -> jax.Array:
-    gate_up = gate if up is None else (gate, up)
-    kind["implementation"] = implementation
+    operands = gate, up, row_weights, activation
     scaling = None if how.recipe is None else how.recipe.forward
+    inner: Any = fixed.made
     if scaling == "rows":
-        inner: Any = quantized_glu(gate_up, row_weights, DTYPES[0], **kind)
-    else:
-        inner = glu(gate_up, row_weights, **kind) if fixed.made is None else fixed.made
+        inner = activate_quantized(*operands, DTYPES[0], implementation=implementation)
+    elif inner is None:
+        inner = activate(*operands, implementation=implementation)
+    if scaling == "blocks":
         inner = how.quantized(scaling, inner)
     matrix = Matrix(weights, bias, fixed.in_8_bits)
     biases = {"bias": bias, "bias_weights": None if bias is None else row_weights}
@@ -193,17 +193,13 @@ def _glu_multiply(
 
 def _glu_multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     how: Products = call.options["how"]
-    kind = {name: call.options[name] for name in ("activation", "interleaved")}
 
     def back(moving: set[str], operands: Any, gradient: jax.Array) -> dict[str, Any]:
         gate, up, row_weights, weights, bias, fixed = operands
         matrix = Matrix(weights, bias, fixed.in_8_bits)
         d_inner = how.rows_gradient(gradient, matrix, fixed.sizes, gate.dtype, fixed.target)
-        found, inner = glu_gradients(
-            gate if up is None else (gate, up),
-            row_weights,
-            d_inner,
-            **kind,
+        found, inner = activate_gradients(
+            *(gate, up, row_weights, call.options["activation"], d_inner),
             again="weights" in moving,
             implementation=call.implementation,
         )

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from triax.moe.activations.api import closes_over_arrays, glu, resolve
-from triax.moe.expert_parallel.api import combine
-from triax.moe.expert_parallel.arrivals import by_expert, exchanged
+from triax.moe.activations.functions import closes_over_arrays
+from triax.moe.activations.ops import activate
+from triax.moe.activations.options import resolve
+from triax.moe.expert_parallel.arrivals import by_expert, combined, exchanged
 from triax.moe.layer import ops
 from triax.moe.layer.experts import Experts, matrices
 from triax.moe.layer.products import Products
-from triax.moe.permutation.api import permute, unpermute
-from triax.moe.plans.api import make_plan
+from triax.moe.permutation.ops import permute, unpermute
+from triax.moe.plans.ops import make_plan
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.reference import Routing
-from triax.moe.shared import arguments
 from triax.sharding import explicit
 from triax.sharding.splits import Shard, Split
 
@@ -63,10 +63,11 @@ def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -
     """Runs the layer on routed tokens."""
     if options.axis_name is not None:
         return _spread(options, x, routing, experts)
-    run = functools.partial(_run, options)
+    run, operands = functools.partial(_run, options), (x, routing, experts)
+    mesh = explicit.explicit_mesh(operands)
     # A capacity couples tokens, and a function may close over arrays that cannot be cut.
-    if options.capacity is not None or callable(experts.activation):
-        return run(x, routing, experts)
+    if mesh is None or options.capacity is not None or callable(experts.activation):
+        return run(*operands)
 
     def part(shard: Shard, *operands: Any) -> FeedForward:
         out = run(*operands)  # which drops nothing without a capacity
@@ -74,25 +75,23 @@ def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -
 
     # Each device runs the layer on its tokens, and counts are summed over devices.
     by_tokens = Split(("th", "tk"), ("th", "e", "", "tk"), "t", part)
-    return explicit.shard_only(run, by_tokens, x, routing, experts)
+    return explicit.shard_only(mesh, run, by_tokens, *operands)
 
 
 def _run(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
     how: dict[str, Any] = {"implementation": options.products.implementation}
-    plan = make_plan(
-        routing.experts,
-        experts.w_down.shape[0],
-        capacity=options.capacity,
-        num_rows=_num_rows(routing.experts.size, experts.w_down.shape[0], options.capacity),
-        **how,
-    )
+    num_rows, num_experts = routing.experts.size, experts.w_down.shape[0]
+    if options.capacity is not None:
+        num_rows = min(num_rows, num_experts * options.capacity)
+    sizes: dict[str, Any] = {"capacity": options.capacity, "num_rows": num_rows}
+    plan = make_plan(routing.experts, num_experts, **sizes, **how)
 
     def arrived() -> Arrived:
         if options.products.recipe is None:
-            rows, row_weights, _ = permute(x, plan, weights=routing.weights, **how)
+            rows, row_weights, _ = permute(x, plan, routing.weights, **how)
             return Arrived(rows, row_weights)
         no_columns = jnp.zeros((x.shape[0], 0), x.dtype)
-        row_weights = permute(no_columns, plan, weights=routing.weights, **how).weights
+        row_weights = permute(no_columns, plan, routing.weights, **how).weights
         quantized = options.products.quantized_tokens(x, plan)
         return Arrived(x, row_weights, quantized, plan)
 
@@ -116,7 +115,7 @@ def _spread(options: Options, x: Any, routing: Routing, experts: Experts) -> Fee
         return Arrived(found.rows, found.weights)
 
     out = _experts(options, experts, arrived, sent.group_sizes)
-    tokens = combine(out, sent.plan, weights=None, **how)
+    tokens = combined(out, sent.plan, None, **how)
     chosen = routing.experts.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)[None]
     counts = jax.lax.psum(jnp.sum(chosen, axis=0, dtype=jnp.int32), axis)
     return FeedForward(tokens, counts, jax.lax.psum(sent.num_dropped, axis), routing)
@@ -147,15 +146,14 @@ def _experts(
     all other intermediates, except for `Options.keep`.
     """
     how: dict[str, Any] = {"implementation": options.products.implementation}
-    kind: dict[str, Any] = {"activation": experts.activation, "interleaved": experts.interleaved}
+    activation = resolve(experts.activation, experts.interleaved)
     *firsts, last = matrices(experts)
     products = options.products
-    spec, _ = resolve(**kind)
 
     def first() -> Any:
         rows, row_weights, quantized, source = arrived()
         if not (KEPT[1] in options.keep or isinstance(last.weights, ScaledArray)):
-            both = ops.multiply_glu(products, rows, firsts, group_sizes, row_weights, spec)
+            both = ops.multiply_glu(products, rows, firsts, group_sizes, row_weights, activation)
             if both is not None:
                 return both[0], row_weights, both[1]
         moves = None, quantized, source
@@ -163,24 +161,17 @@ def _experts(
         return made if len(made) == 2 else made[0], row_weights, None
 
     def second(gate_up: Any, row_weights: Any) -> jax.Array:
-        inner = glu(gate_up, row_weights, **kind, **how)
+        gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+        inner = activate(gate, up, row_weights, activation, **how)
         return ops.multiply(products, inner, last, group_sizes, row_weights, target=target)
 
     if KEPT[0] not in options.keep:
         first = jax.checkpoint(first)
     gate_up, row_weights, inner = first()
-    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
-    closes_over = closes_over_arrays(**kind, gate_up=gate, up=up)
     if KEPT[1] in options.keep:
         return second(gate_up, row_weights)
-    if closes_over or isinstance(last.weights, ScaledArray):
+    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+    if isinstance(last.weights, ScaledArray) or closes_over_arrays(activation, gate, up):
         return jax.checkpoint(second)(gate_up, row_weights)
-    operands = products, gate_up, row_weights, last, group_sizes, target, inner
-    return ops.glu_multiply(*operands, **kind)
-
-
-def _num_rows(num_pairs: int, num_experts: int, capacity: int | None) -> int | None:
-    """Returns the rows of full experts, at most all pairs; None without a capacity."""
-    if capacity is None:
-        return None
-    return min(num_experts * arguments.integer("capacity", capacity, 0), num_pairs)
+    operands = gate_up, row_weights, last, group_sizes, activation, target, inner
+    return ops.glu_multiply(products, *operands)

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from triax.moe.layer.experts import Matrix, in_8_bits
 from triax.moe.layer.recipes import BLOCK, DTYPES, Scaling
-from triax.moe.permutation.api import permute, unpermute
+from triax.moe.permutation.ops import permute_scaled, unpermute
 from triax.moe.plans.reference import Plan
-from triax.moe.products.api import ragged_dot
-from triax.moe.products.options import FAST_SUMS
+from triax.moe.products.ops import multiply
+from triax.moe.products.options import FAST_SUMS, Groups, Options
 from triax.moe.products.quantized_outer_api import quantized_outer
-from triax.moe.quantization.api import quantize
+from triax.moe.quantization import ops as quantization
 from triax.moe.quantization.scaled import ScaledArray
 from triax.sharding import explicit
 
@@ -62,14 +62,14 @@ class Products:
     ) -> jax.Array:
         scaling, weights = getattr(self.recipe, name, None), matrix.weights
         if scaling is None:
-            more["transpose_weights"] = self.transposed == (name == "forward")
+            more["transposed"] = self.transposed == (name == "forward")
         elif matrix.in_8_bits is not None:
             weights = matrix.in_8_bits[name]
         else:
             weights = in_8_bits(scaling, weights, name, self.transposed, self.implementation)
         if scaling is not None and self.recipe.fast_sums:
             more["precision"] = FAST_SUMS
-        return self.dot(rows, weights, sizes, preferred_element_type=dtype, **more)
+        return self.dot(rows, weights, sizes, dtype, **more)
 
     def other_gradients(
         self,
@@ -112,7 +112,8 @@ class Products:
                 given = {"weights": matrix.weights, "bias": matrix.bias} | moving
                 if given["bias"] is not None:
                     given.setdefault("bias_weights", bias_weights)
-                return self.dot(rows, sizes=sizes, transpose_weights=self.transposed, **given)
+                dtype = rows.dtype
+                return self.dot(rows, sizes=sizes, dtype=dtype, transposed=self.transposed, **given)
 
             # 8-bit products may be cut over other explicit axes than this product.
             out, pull = jax.vjp(plain, moving)
@@ -124,7 +125,8 @@ class Products:
         if scaling is None:
             return rows
         block = (1, None if scaling == "rows" else BLOCK)
-        return quantize(rows, dtype, block=block, implementation=self.implementation)
+        how: dict[str, Any] = {"block": block, "implementation": self.implementation}
+        return quantization.quantized(rows, dtype, **how)
 
     def quantized_tokens(self, x: jax.Array, plan: Plan) -> ScaledArray | None:
         """Returns rows of quantized tokens, which are cheap to copy; None without a scaling."""
@@ -134,14 +136,32 @@ class Products:
         found: ScaledArray = self.moved(self.quantized(scaling, jax.lax.stop_gradient(x)), plan)
         return found
 
-    def dot(self, rows: Any, weights: Any, sizes: Any, **options: Any) -> jax.Array:
-        # As a context: `precision=None` means JAX's default, which may differ where this is traced.
+    def dot(
+        self,
+        rows: Any,
+        weights: Any,
+        sizes: jax.Array,
+        dtype: Any,
+        *,
+        bias: jax.Array | None = None,
+        bias_weights: jax.Array | None = None,
+        transposed: bool = False,
+        precision: str | None = None,
+    ) -> jax.Array:
+        """Multiplies rows by weights, which are [experts, out, in] if `transposed`."""
+        if isinstance(weights, ScaledArray):
+            weights = weights.mT if transposed else weights
+            transposed = weights.transposed
+        operands = rows, weights, Groups(sizes), bias, bias_weights, transposed
+        options = Options(jnp.dtype(dtype), precision or self.precision)
+        # As a context, too: plain JAX may use JAX's default, which may differ where it is traced.
         with jax.default_matmul_precision(self.precision):
-            return ragged_dot(rows, weights, sizes, implementation=self.implementation, **options)
+            return multiply(*operands, options, implementation=self.implementation)
 
     def moved(self, tokens: Any, plan: Plan | None) -> Any:
         """Permutes tokens to rows; without a plan returns them unchanged."""
-        return tokens if plan is None else permute(tokens, plan, implementation=self.implementation)
+        how: dict[str, Any] = {"implementation": self.implementation}
+        return tokens if plan is None else permute_scaled(tokens, plan, **how)
 
     def summed(self, rows: jax.Array, plan: Plan | None) -> jax.Array:
         """Sums rows to tokens; without a plan returns them unchanged."""

@@ -6,13 +6,11 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
-from triax.binding import dtypes
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.permutation import configs, ops
-from triax.moe.permutation.reference import Permuted, Routes
+from triax.moe.permutation import ops
+from triax.moe.permutation.reference import Permuted
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray, of_rows, tokens
 from triax.moe.shared import arguments
@@ -98,43 +96,21 @@ def permute(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype; `plan` is no plan.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
+    whole = x if isinstance(x, ScaledArray) else None
     if isinstance(x, ScaledArray):
-        values, of_tokens = tokens("x", x, scales)
-        moved: Any = permute(
-            values, plan, weights=weights, scales=of_tokens, implementation=implementation
-        )
-        rows: Any = of_rows(x, moved.rows, moved.scales)
-        return rows if weights is None else Permuted(rows, moved.weights, None)
-    routes = routes_of(plan)
-    num_tokens, top_k = routes.row_of.shape
-    of_plan: dict[str, Any] = {"sizes": {"tokens": num_tokens, "top_k": top_k}, "of": "the plan"}
+        x, scales = tokens("x", x, scales)
+    of_plan = _check_plan(plan)
     x = arguments.array("x", x, ("tokens", "hidden"), **of_plan)
-    if weights is not None:
-        axes = "tokens", "top_k"
-        weights = arguments.array("weights", weights, axes, jnp.floating, **of_plan)
-    scale_dtype: Any = None
+    weights = _check_weights(weights, of_plan)
     if scales is not None:
         scales = arguments.array("scales", scales, ("tokens", "scales"), **of_plan)
-        scale_dtype = scales.dtype
-        scales = as_known_words(scales)
-    implementation = implementations.resolve(implementation, x=x, weights=weights, scales=scales)
-    if not (num_tokens and top_k and routes.num_rows) or (
-        x.shape[1] == 0 and weights is None and scales is None
-    ):
-        implementation = "xla"
-    rows, row_weights, row_scales = ops.permute_rows(
-        x, weights, scales, routes, implementation=implementation
-    )
-    rows = checkpoint_name(rows, "triax_permuted_rows")
-    if row_weights is None and row_scales is None:
-        return rows
-    if row_weights is not None:
-        row_weights = checkpoint_name(row_weights, "triax_permuted_weights")
-    if row_scales is not None:
-        if row_scales.dtype != scale_dtype:
-            row_scales = jax.lax.bitcast_convert_type(row_scales, scale_dtype)
-        row_scales = checkpoint_name(row_scales, "triax_permuted_scales")
-    return Permuted(rows, row_weights, row_scales)
+    words = None if scales is None else ops.as_known_words(scales)
+    implementations.check(implementation, x=x, weights=weights, scales=words)
+    out = ops.permute(x, plan, weights, scales, implementation=implementation)
+    if whole is not None:
+        rows: Any = of_rows(whole, out.rows, out.scales)
+        out = Permuted(rows, out.weights, None)
+    return out.rows if out.weights is None and out.scales is None else out
 
 
 def unpermute(
@@ -172,48 +148,15 @@ def unpermute(
       ArgumentTypeError: an argument is not an array, or of the wrong dtype; `plan` is no plan.
       ArgumentValueError: an argument has the wrong shape, or `implementation` is unknown.
     """
-    routes = routes_of(plan)
-    num_tokens, top_k = routes.row_of.shape
-    sizes = {"rows": routes.num_rows, "tokens": num_tokens, "top_k": top_k}
-    of_plan: dict[str, Any] = {"sizes": sizes, "of": "the plan"}
+    of_plan = _check_plan(plan)
     rows = arguments.array("rows", rows, ("rows", "hidden"), jnp.floating, **of_plan)
-    if weights is not None:
-        axes = "tokens", "top_k"
-        weights = arguments.array("weights", weights, axes, jnp.floating, **of_plan)
-    if weights is None or weights.size == 0:
-        tokens = sum_rows(rows, routes, implementation)
-    else:
-        implementation = implementations.resolve(implementation, rows=rows, weights=weights)
-        implementation = "xla" if rows.size == 0 else implementation
-        tokens = ops.weigh_rows(rows, weights, routes, implementation=implementation)
-    return checkpoint_name(tokens, "triax_unpermuted_tokens")
+    weights = _check_weights(weights, of_plan)
+    implementations.check(implementation, rows=rows, weights=weights)
+    return ops.unpermute(rows, plan, weights, implementation=implementation)
 
 
-def sum_rows(rows: jax.Array, routes: Routes, implementation: Implementation | None) -> jax.Array:
-    """Runs `unpermute` without weights, for any dtype with gradients: `permute`'s transpose."""
-    implementation = implementations.resolve(implementation, rows=rows)
-    if routes.row_of.size == 0 or rows.size == 0:
-        implementation = "xla"
-    gathered = ops.gather_rows(rows, None, None, routes, implementation=implementation)
-    tokens: jax.Array = gathered.x
-    return tokens
-
-
-def weights_by_slot(
-    row_weights: jax.Array, routes: Routes, implementation: Implementation | None
-) -> jax.Array:
-    """Returns the weight of each slot's row, [tokens, top_k]; zero for a slot without a row."""
-    implementation = implementations.resolve(implementation, weights=row_weights)
-    if routes.row_of.size == 0 or row_weights.size == 0:
-        implementation = "xla"
-    no_columns = jnp.zeros((routes.num_rows, 0), jnp.float32)
-    gathered = ops.gather_rows(no_columns, None, row_weights, routes, implementation=implementation)
-    weights: jax.Array = gathered.weights
-    return weights
-
-
-def routes_of(plan: Any) -> Routes:
-    """Checks a plan and returns the parts of it that the ops use."""
+def _check_plan(plan: Any) -> dict[str, Any]:
+    """Returns the sizes of a plan, as `arguments.array` takes them; raises if it is none."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
             f"Argument `plan` must be a Plan, from `make_plan`; got {messages.shown(plan)}."
@@ -227,24 +170,12 @@ def routes_of(plan: Any) -> Routes:
             f"{plan.group_filled.shape}. Make one plan for all batches: reshape its inputs to "
             "[tokens, ...], and the results back."
         )
-    num_slots = None
-    if row_of.shape[1] > configs.MAX_UNROLLED_SLOTS:
-        slot = jnp.arange(row_of.shape[1], dtype=jnp.int32)
-        num_slots = jnp.max(jnp.where(row_of >= 0, slot + 1, 0), axis=1)
-    return Routes(
-        row_of=row_of,
-        num_slots=num_slots,
-        group_sizes=plan.group_sizes,
-        group_filled=plan.group_filled,
-        num_rows=plan.num_rows,
-        padded=plan.align_size > 1,
-    )
+    num_tokens, top_k = row_of.shape
+    sizes = {"rows": plan.num_rows, "tokens": num_tokens, "top_k": top_k}
+    return {"sizes": sizes, "of": "the plan"}
 
 
-def as_known_words(scales: jax.Array) -> jax.Array:
-    """Reinterprets scales in a small float Triton lacks, such as float8_e8m0fnu, as integers."""
-    if scales.dtype.name in dtypes.SUPPORTED or not jnp.issubdtype(scales.dtype, jnp.floating):
-        return scales
-    if jnp.finfo(scales.dtype).bits != 8:
-        return scales
-    return jax.lax.bitcast_convert_type(scales, jnp.uint8)
+def _check_weights(weights: Any, of_plan: dict[str, Any]) -> jax.Array | None:
+    if weights is None:
+        return None
+    return arguments.array("weights", weights, ("tokens", "top_k"), jnp.floating, **of_plan)

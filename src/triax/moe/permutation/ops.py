@@ -3,6 +3,9 @@
 `permute_rows` copies tokens to rows; its transpose, `gather_rows`, sums the rows of each token.
 Both are linear. `weigh_rows` sums the rows with weights; `spread_gradient` is its gradient, and its
 own derivatives are made of these four ops.
+
+`permute` and `unpermute` call them with checked arguments, for the public functions of these names
+and for what is made of them.
 """
 
 from __future__ import annotations
@@ -12,10 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from triax.moe.permutation import launchers, reference
+from triax.binding import dtypes
+from triax.moe.permutation import configs, launchers, reference
 from triax.moe.permutation.reference import Gathered, Permuted, Routes
+from triax.moe.plans.reference import Plan
+from triax.moe.quantization.scaled import ScaledArray, of_rows
+from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arrays import at_least_float32
+from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call, Op
 from triax.sharding import linear
 from triax.sharding.splits import Shard
@@ -165,3 +174,106 @@ spread_gradient = Op(
     derivative=_spread_derivative,
     local=_sum_products,
 )
+
+
+def permute(
+    x: jax.Array,
+    plan: Plan,
+    weights: jax.Array | None = None,
+    scales: jax.Array | None = None,
+    *,
+    implementation: Implementation | None,
+) -> Permuted:
+    """Copies every token to its rows, with its weights and scales, which may be None."""
+    routes = routes_of(plan)
+    words = None if scales is None else as_known_words(scales)
+    implementation = implementations.fit(implementation, x, weights, words)
+    empty = not (routes.row_of.size and routes.num_rows)
+    if empty or (x.shape[1] == 0 and weights is None and scales is None):
+        implementation = "xla"
+    rows, row_weights, row_scales = permute_rows(
+        x, weights, words, routes, implementation=implementation
+    )
+    rows = checkpoint_name(rows, "triax_permuted_rows")
+    if row_weights is not None:
+        row_weights = checkpoint_name(row_weights, "triax_permuted_weights")
+    if scales is not None and row_scales is not None:
+        if row_scales.dtype != scales.dtype:
+            row_scales = jax.lax.bitcast_convert_type(row_scales, scales.dtype)
+        row_scales = checkpoint_name(row_scales, "triax_permuted_scales")
+    return Permuted(rows, row_weights, row_scales)
+
+
+def permute_scaled(x: Any, plan: Plan, *, implementation: Implementation | None) -> Any:
+    """Copies every token to its rows, numbers and scales if `x` is a `ScaledArray`."""
+    if not isinstance(x, ScaledArray):
+        return permute(x, plan, implementation=implementation).rows
+    moved = permute(x.values, plan, None, x.scales, implementation=implementation)
+    return of_rows(x, moved.rows, moved.scales)
+
+
+def unpermute(
+    rows: jax.Array,
+    plan: Plan,
+    weights: jax.Array | None = None,
+    *,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Sums every token's rows, multiplied by its weights if there are some."""
+    if weights is None or weights.size == 0:
+        tokens = sum_rows(rows, plan, implementation)
+    else:
+        implementation = implementations.fit(implementation, rows, weights)
+        implementation = "xla" if rows.size == 0 else implementation
+        tokens = weigh_rows(rows, weights, routes_of(plan), implementation=implementation)
+    return checkpoint_name(tokens, "triax_unpermuted_tokens")
+
+
+def sum_rows(rows: jax.Array, plan: Plan, implementation: Implementation | None) -> jax.Array:
+    """Runs `unpermute` without weights, for any dtype with gradients: `permute`'s transpose."""
+    implementation = implementations.fit(implementation, rows)
+    if plan.row_of.size == 0 or rows.size == 0:
+        implementation = "xla"
+    tokens: jax.Array = gather_rows(
+        rows, None, None, routes_of(plan), implementation=implementation
+    ).x
+    return tokens
+
+
+def weights_by_slot(
+    row_weights: jax.Array, plan: Plan, implementation: Implementation | None
+) -> jax.Array:
+    """Returns the weight of each slot's row, [tokens, top_k]; zero for a slot without a row."""
+    implementation = implementations.fit(implementation, row_weights)
+    if plan.row_of.size == 0 or row_weights.size == 0:
+        implementation = "xla"
+    no_columns = jnp.zeros((plan.num_rows, 0), jnp.float32)
+    weights: jax.Array = gather_rows(
+        no_columns, None, row_weights, routes_of(plan), implementation=implementation
+    ).weights
+    return weights
+
+
+def routes_of(plan: Plan) -> Routes:
+    """Returns the parts of a plan that the ops use."""
+    row_of, num_slots = plan.row_of, None
+    if row_of.shape[1] > configs.MAX_UNROLLED_SLOTS:
+        slot = jnp.arange(row_of.shape[1], dtype=jnp.int32)
+        num_slots = jnp.max(jnp.where(row_of >= 0, slot + 1, 0), axis=1)
+    return Routes(
+        row_of=row_of,
+        num_slots=num_slots,
+        group_sizes=plan.group_sizes,
+        group_filled=plan.group_filled,
+        num_rows=plan.num_rows,
+        padded=plan.align_size > 1,
+    )
+
+
+def as_known_words(scales: jax.Array) -> jax.Array:
+    """Reinterprets scales in a small float Triton lacks, such as float8_e8m0fnu, as integers."""
+    if dtypes.is_supported(scales.dtype) or not jnp.issubdtype(scales.dtype, jnp.floating):
+        return scales
+    if jnp.finfo(scales.dtype).bits != 8:
+        return scales
+    return jax.lax.bitcast_convert_type(scales, jnp.uint8)

@@ -1,8 +1,24 @@
-"""The ops of plans: integers, which have no derivative."""
+"""The ops of plans: integers, which have no derivative.
+
+`make_plan` and `make_plan_from_mask` call them with checked arguments, for the public functions of
+these names and for what is made of them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
 from triax.moe.plans import launchers, reference
+from triax.moe.plans.configs import MAX_SORTED_EXPERTS
+from triax.moe.plans.reference import Plan
+from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared.arrays import is_nonzero
+from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Op
 
 _PLAN = ("tk", "tk", "e", "e", "e", "")
@@ -32,3 +48,71 @@ select_experts = Op(
     kernels=launchers.select_experts,
     xla=reference.select_experts_reference,
 )
+
+
+def make_plan(
+    selected: jax.Array,
+    num_experts: int,
+    *,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+    align_size: int = 1,
+    implementation: Implementation | None,
+) -> Plan:
+    """Plans the rows of int32 expert ids [tokens, top_k]; None is a size's default."""
+    sizes = _sizes(selected.size, num_experts, capacity, num_rows, align_size)
+    return _named(_place(selected, num_experts, sizes, implementation))
+
+
+def make_plan_from_mask(
+    mask: jax.Array,
+    top_k: int,
+    *,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+    align_size: int = 1,
+    implementation: Implementation | None,
+) -> Plan:
+    """Plans the rows of the first `top_k` experts in each token's mask [tokens, experts]."""
+    num_tokens, num_experts = mask.shape
+    sizes = _sizes(num_tokens * top_k, num_experts, capacity, num_rows, align_size)
+    if top_k >= num_experts and num_experts > MAX_SORTED_EXPERTS:
+        chosen = implementations.fit(implementation, mask) if num_tokens else "xla"
+        return _named(place_mask(mask, top_k=top_k, **sizes, implementation=chosen))
+    selected = first_experts(mask, top_k, implementation)
+    plan = _place(selected, num_experts, sizes, implementation)
+    counts = jnp.sum(is_nonzero(mask), axis=0, dtype=jnp.int32)
+    num_dropped = plan.num_dropped + jnp.sum(counts - plan.group_counts, dtype=jnp.int32)
+    return _named(dataclasses.replace(plan, group_counts=counts, num_dropped=num_dropped))
+
+
+def first_experts(mask: jax.Array, top_k: int, implementation: Implementation | None) -> jax.Array:
+    """Returns the first `top_k` experts in each token's mask, int32 [tokens, top_k], then -1."""
+    chosen = implementations.fit(implementation, mask) if mask.shape[0] * top_k else "xla"
+    selected: jax.Array = select_experts(mask, top_k=top_k, implementation=chosen)
+    return selected
+
+
+def _sizes(
+    num_pairs: int, num_experts: int, capacity: int | None, num_rows: int | None, align_size: int
+) -> dict[str, int]:
+    if num_rows is None:
+        num_rows = (num_pairs + num_experts * (align_size - 1)) // align_size * align_size
+        num_rows = arguments.integer("num_rows", num_rows, 0)
+    capacity = num_pairs if capacity is None else min(capacity, num_pairs)
+    return {"num_rows": num_rows, "capacity": capacity, "align_size": align_size}
+
+
+def _place(
+    selected: jax.Array,
+    num_experts: int,
+    sizes: dict[str, int],
+    implementation: Implementation | None,
+) -> Plan:
+    chosen = implementations.fit(implementation) if selected.size else "xla"
+    plan: Plan = place_pairs(selected, num_experts=num_experts, **sizes, implementation=chosen)
+    return plan
+
+
+def _named(plan: Plan) -> Plan:
+    return jax.tree.map(lambda array: checkpoint_name(array, "triax_plan"), plan)

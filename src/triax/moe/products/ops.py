@@ -3,6 +3,9 @@
 The gradient of the rows is the same product with transposed weights. The gradient of the weights is
 `group_outer`, whose own gradients are again products of rows and weights. So derivatives of any
 order consist of these products. The ops take `Groups` instead of group sizes.
+
+`multiply` calls them with checked arguments, for the public `ragged_dot` and for what is made of
+it.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from triax.errors import DifferentiationError
 from triax.moe.activations.ops import glu
 from triax.moe.products import any_gpu_gradients, choose, reference
 from triax.moe.products.operands import dims, pieces
-from triax.moe.products.options import Groups
+from triax.moe.products.options import Groups, Options
 from triax.moe.quantization.scaled import ScaledArray, widened
+from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arrays import at_least_float32
+from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call, Op
 from triax.moe.shared.order import after
 from triax.sharding import explicit, linear
@@ -352,3 +358,43 @@ _BIAS = {
     "group_sum": ("rows", "weights", "bias"),
     "bias_products": ("rows", "bias", "weights"),
 }
+
+
+def multiply(
+    rows: Any,
+    weights: Any,
+    groups: Groups,
+    bias: jax.Array | None,
+    bias_weights: jax.Array | None,
+    transposed: bool,
+    options: Options,
+    *,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Multiplies every row by the weights of its group, as `ragged_dot` does.
+
+    The precision in `options` is for float32, or for 8 bits if it is FAST_SUMS.
+    """
+    only_weights = isinstance(weights, ScaledArray) and not isinstance(rows, ScaledArray)
+    result = jax.ShapeDtypeStruct((), options.dtype)
+    floats = rows, None if only_weights else weights, result, bias, bias_weights
+    implementation = implementations.fit(implementation, *floats, floats=True)
+    num_groups, *sizes = weights.shape
+    columns = sizes[0 if transposed and not isinstance(weights, ScaledArray) else 1]
+    shape = rows.shape[0], columns
+    if not (rows.shape[0] and rows.shape[1] and num_groups and columns):
+        # Empty sums are zero, but depend on the operands, so that these have gradients.
+        empty = jnp.zeros(shape, result.dtype)
+        for values in (getattr(of, "values", of) for of in (rows, weights)):
+            empty += jnp.sum(values[:0]).astype(result.dtype)
+        if bias is None or not (num_groups and empty.size):
+            return empty
+        spreading = {"dtype": result.dtype, "num_rows": shape[0], "implementation": implementation}
+        return empty + spread_bias(bias, groups, bias_weights, **spreading)
+    if rows.dtype.itemsize < 4 and not (rows.dtype.itemsize == 1 and options.fast_sums):
+        options = dataclasses.replace(options, precision=None)
+    operands = rows, weights, groups, bias, bias_weights
+    out = ragged_dot(
+        *operands, transposed=transposed, options=options, implementation=implementation
+    )
+    return checkpoint_name(out, "triax_ragged_dot")

@@ -60,5 +60,5 @@ def quantized_outer(
         Groups(arguments.as_int32(arguments.as_jax(group_sizes))),
         options=options,
         dtypes=tuple(map(jnp.dtype, dtypes)),
-        implementation=implementations.resolve_for_floats(implementation, left=left, right=right),
+        implementation=implementations.fit(implementation, left, right, floats=True),
     )

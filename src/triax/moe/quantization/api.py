@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.quantization import configs, ops
+from triax.moe.quantization import ops
 from triax.moe.quantization.packing import E8M0, PACKED
 from triax.moe.quantization.reference import FORMATS
 from triax.moe.quantization.scaled import DTYPES, ScaledArray, checked_block
@@ -98,29 +98,9 @@ def quantize(
             "Argument `scale_dtype` is float8_e8m0fnu, which is for floats; got `dtype` "
             f"{dtype.name}. Let it be float32."
         )
-    # An empty dimension has blocks of one.
-    sizes = tuple(max(n, 1) if of is None else of for of, n in zip(block, array.shape, strict=True))
-    implementation = implementations.resolve(implementation, array=array)
-    kernel = configs.kernel_of(array.shape, sizes, transposed)
-    if packed or scale_dtype == E8M0:
-        if implementation in ("triton", "interpret"):
-            raise ArgumentValueError(
-                f"Argument `implementation` is {implementation!r}, and no kernel rounds to "
-                f"{dtype.name} with scales of {scale_dtype.name}. Let it be None or 'xla'."
-            )
-        kernel = None
-    elif kernel is None and implementation in ("triton", "interpret"):
-        layout = " transposed" if transposed else ""
-        raise ArgumentValueError(
-            f"Argument `block` must suit the kernels: {configs.KERNELS}; got {sizes}{layout} "
-            f"for shape {array.shape}. Let `implementation` be None or 'xla'."
-        )
-    options: dict[str, Any] = {"block": sizes, "dtype": dtype, "transposed": transposed}
-    if kernel is None or not array.size:
-        implementation = "xla"
-        options["scale_dtype"] = scale_dtype
-    values, scales = ops.quantize(array, implementation=implementation, kernel=kernel, **options)
-    return ScaledArray(values, scales, block, transposed, dtype.name if packed else None)
+    implementations.check(implementation, array=array)
+    options: dict[str, Any] = {"block": block, "transposed": transposed, "scale_dtype": scale_dtype}
+    return ops.quantized(array, dtype, **options, implementation=implementation)
 
 
 def _array(array: Any) -> jax.Array:

@@ -1,4 +1,7 @@
-"""The op of quantize, which has no derivative."""
+"""The op of quantize, which has no derivative.
+
+`quantized` calls it with checked arguments, for the public `quantize` and for what is made of it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
-from triax.moe.quantization import launchers, reference
-from triax.moe.quantization.packing import PACKED
-from triax.moe.quantization.scaled import swapped
+from triax.errors import ArgumentValueError
+from triax.moe.quantization import configs, launchers, reference
+from triax.moe.quantization.packing import E8M0, PACKED
+from triax.moe.quantization.scaled import ScaledArray, swapped
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Op, not_differentiable
 
 _derivative = not_differentiable(
@@ -41,3 +48,47 @@ quantize = Op(
     xla=reference.quantize_reference,
     derivative=_derivative,
 )
+
+
+def quantized(
+    array: jax.Array,
+    dtype: DTypeLike,
+    *,
+    block: tuple[int | None, ...],
+    transposed: bool = False,
+    scale_dtype: DTypeLike = "float32",
+    implementation: Implementation | None,
+) -> ScaledArray:
+    """Rounds an array to 8 or 4 bits.
+
+    Raises:
+      ArgumentValueError: kernels were requested, and there is none for these blocks or dtypes.
+    """
+    dtype, scale_dtype = np.dtype(dtype), np.dtype(scale_dtype)
+    packed = dtype in PACKED
+    # An empty dimension has blocks of one.
+    sizes = tuple(max(n, 1) if of is None else of for of, n in zip(block, array.shape, strict=True))
+    options: dict[str, Any] = {"block": sizes, "dtype": dtype, "transposed": transposed}
+    must = implementation in ("triton", "interpret")
+    kernel = None
+    if packed or scale_dtype == E8M0:
+        if must:
+            raise ArgumentValueError(
+                f"Argument `implementation` is {implementation!r}, and no kernel rounds to "
+                f"{dtype.name} with scales of {scale_dtype.name}. Let it be None or 'xla'."
+            )
+    else:
+        kernel = configs.kernel_of(array.shape, sizes, transposed)
+        if kernel is None and must:
+            raise ArgumentValueError(
+                f"Argument `block` must suit the kernels: {configs.KERNELS}; got {sizes}"
+                f"{' transposed' * transposed} for shape {array.shape}. Let `implementation` be "
+                "None or 'xla'."
+            )
+    if kernel is None or not array.size:
+        implementation = "xla"
+        options["scale_dtype"] = scale_dtype
+    else:
+        implementation = implementations.fit(implementation, array)
+    values, scales = quantize(array, implementation=implementation, kernel=kernel, **options)
+    return ScaledArray(values, scales, block, transposed, dtype.name if packed else None)

@@ -7,9 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from triax.moe.router.api import check_logits
 from triax.moe.router.reference import normalized_scores
-from triax.moe.router.router import SCORES, Score
+from triax.moe.router.router import SCORES, Score, check_logits
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.arrays import at_least_float32

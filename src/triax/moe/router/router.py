@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from triax import messages
@@ -138,6 +139,28 @@ def spec_of(router: Any, num_experts: int) -> RouterSpec:
         top_groups=top_groups,
         group_best=1 if router.group_score == "max" else 2,
     )
+
+
+def check_logits(logits: Any, batched: bool = False) -> jax.Array:
+    """Returns float logits [tokens, experts] with at least one expert.
+
+    If `batched` they may have more leading dimensions.
+    """
+    axes = *["batch"] * (batched * (getattr(logits, "ndim", 0) - 2)), "tokens", "experts"
+    logits = arguments.array("logits", logits, axes, jnp.floating)
+    if logits.shape[-1] == 0:
+        raise ArgumentValueError(
+            f"Argument `logits` must have at least one expert; got shape {logits.shape}."
+        )
+    return logits
+
+
+def check_of_experts(name: str, values: Any, num_experts: int) -> jax.Array | None:
+    """Returns floats [experts], or None."""
+    if values is None:
+        return None
+    sizes = {"experts": num_experts}
+    return arguments.array(name, values, ("experts",), jnp.floating, sizes=sizes, of="`logits`")
 
 
 def _norm_order(normalize: Any, score: Score) -> bool | float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -21,27 +22,25 @@ Array: TypeAlias = jax.Array | np.ndarray  # the arrays that ops accept
 AxisName: TypeAlias = str | tuple[str, ...]  # mesh axes
 
 
-def array(name: str, value: Any, axes: tuple[str, ...], *of: Any, **rules: Any) -> jax.Array:
-    """Returns `value` as a JAX array; arguments and errors are as those of `checked`."""
-    return as_jax(checked(name, value, axes, *of, **rules))
-
-
-def checked(
+def array(
     name: str,
     value: Any,
     axes: tuple[str, ...],
-    kind: Any = None,
+    dtype_class: Any = None,
     remedy: str = "",
     *,
+    wide: str | None = None,
     sizes: Mapping[str, int] | None = None,
     of: str = "",
-) -> Array:
-    """Returns `value` as it is, or raises if its rank or its dtype's kind is wrong.
+    convert: bool = True,
+) -> jax.Array:
+    """Returns `value` as a JAX array, or raises if its rank or its dtype is of the wrong class.
 
-    `remedy` replaces the advice to cast a wrong dtype. `sizes` are the sizes of some axes, which
-    `value` must share with another argument, `of`.
+    `remedy` replaces the advice to cast a wrong dtype. 8-bit floats raise if their remedy, `wide`,
+    is given. `sizes` are the sizes of some axes, which `value` must share with another argument,
+    `of`. Without `convert` an array of NumPy stays one.
     """
-    if not jax_private.is_array(value):
+    if not (isinstance(value, jax.Array) or jax_private.is_array(value)):
         instead = "Use jnp.asarray."
         if hasattr(value, name):
             instead = f"Use its `{name}`."
@@ -60,16 +59,22 @@ def checked(
             f"Argument `{name}` must have shape {shape}; got {value.shape}."
             f"{remedy if value.ndim > len(axes) > 0 else ''}"
         )
-    if kind is not None and not jnp.issubdtype(value.dtype, kind):
-        wanted = "an integer" if kind is jnp.integer else "a floating-point"
-        cast = f"`{name}.astype(jnp.{'int32' if kind is jnp.integer else 'float32'})`"
+    if dtype_class is not None and not jnp.issubdtype(value.dtype, dtype_class):
+        wanted = "an integer" if dtype_class is jnp.integer else "a floating-point"
+        cast = f"`{name}.astype(jnp.{'int32' if dtype_class is jnp.integer else 'float32'})`"
         raise ArgumentTypeError(
             f"Argument `{name}` must have {wanted} dtype; got {value.dtype}. "
             f"{remedy or f'Cast it with {cast}.'}"
         )
+    if wide is not None and value.dtype.itemsize < 2:
+        raise ArgumentTypeError(
+            f"Argument `{name}` must be a float of 16 bits or more; got {value.dtype}. {wide}"
+        )
     if sizes is not None:
         check_shape(name, value.shape, [sizes.get(axis, axis) for axis in axes], of)
-    array_: Array = value
+    if convert and not isinstance(value, jax.core.Tracer):
+        value = as_jax(value)
+    array_: jax.Array = value
     return array_
 
 
@@ -121,22 +126,6 @@ def as_jax(value: Array) -> jax.Array:
     return jnp.asarray(value)
 
 
-def transpose_remedy() -> str:
-    """Returns the hint for weights whose last two axes are swapped."""
-    return (
-        " It would be right with its last two axes swapped: that is `transpose_weights`, True for "
-        "[experts, out, in], as in torch."
-    )
-
-
-def check_wide(name: str, array: jax.Array | np.ndarray, remedy: str) -> None:
-    """Raises if `array` has 8-bit floats."""
-    if array.dtype.itemsize < 2:
-        raise ArgumentTypeError(
-            f"Argument `{name}` must be a float of 16 bits or more; got {array.dtype}. {remedy}"
-        )
-
-
 def dtype(name: str, value: Any, choices: Sequence[np.dtype], beside: str = "") -> np.dtype:
     """Returns `value`, a dtype or the name of one, if it is one of `choices`, or raises."""
     try:
@@ -184,6 +173,29 @@ def mesh_axis(axis_name: Any, caller: str) -> tuple[Any, int]:
             f"Argument `axis_name` must name each mesh axis once; got {axis_name!r}."
         )
     return axis_name, size
+
+
+def check_mask(name: str, mask: jax.Array) -> None:
+    """Raises unless a mask [tokens, experts] has booleans or integers, and an expert."""
+    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise ArgumentTypeError(
+            f"Argument `{name}` must have a boolean or integer dtype; got {mask.dtype}. Use "
+            f"`{name} != 0`."
+        )
+    messages.check_sizes_known(name, mask.shape)
+    if mask.shape[1] == 0:
+        raise ArgumentValueError(
+            f"Argument `{name}` must have at least one expert; got shape {mask.shape}."
+        )
+
+
+def check_pairs(shape: tuple[int, ...]) -> None:
+    """Raises if pairs of token and slot, [tokens, top_k], are too many to be numbered in int32."""
+    if math.prod(shape) > MAX_ROWS:
+        raise ArgumentValueError(
+            f"There must be at most 2**31 - 1 pairs of token and slot; got shape {shape}. "
+            "Route the tokens in parts."
+        )
 
 
 def as_int32(values: jax.Array) -> jax.Array:

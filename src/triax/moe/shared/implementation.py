@@ -27,58 +27,57 @@ Implementation = Literal["triton", "interpret", "xla"]
 IMPLEMENTATIONS = (None, *get_args(Implementation))
 
 
-def resolve(implementation: Any, **arrays: jax.Array | None) -> Implementation | None:
-    """Returns a valid `implementation`, or "xla" by default if no kernel can be launched.
+def check(implementation: Any, *, floats: bool = False, **arrays: Any) -> None:
+    """Checks the argument `implementation` of a public function, beside its other arguments.
+
+    With `floats` kernels compute in float32, and take floats up to that alone.
 
     Raises:
       ArgumentValueError: `implementation` is not in `IMPLEMENTATIONS`.
-      ArgumentTypeError: a kernel was requested, but Triton has no element type for one of `arrays`,
-        which are named like the op's arguments.
+      ArgumentTypeError: a kernel was requested that does not take the dtype of one of `arrays`,
+        which are named like the function's arguments.
       MissingDependencyError: a kernel was requested, but Triton is not installed.
       UnsupportedError: one of `arrays` has a symbolic size, and "xla" was not requested.
     """
     arguments.check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "xla":
-        return implementation
+        return
     for name, array in arrays.items():
         if array is not None:
             messages.check_sizes_known(name, array.shape, ", or pass `implementation='xla'`")
-    try:
-        for name, array in arrays.items():
-            if array is not None:
-                dtypes.check(array.dtype, name)
-    except ArgumentTypeError:
-        if implementation is None:
-            return "xla"
-        raise
-    if implementation is not None:
-        triton_private.triton()
-    # Systems other than Linux have no Triton, and no CUDA either.
-    elif importlib.util.find_spec("triton") is None:
-        return "xla"
-    return implementation
-
-
-def resolve_for_floats(implementation: Any, **arrays: Any) -> Implementation | None:
-    """Like `resolve`, for kernels that compute in float32.
-
-    With types other than floats up to float32 it returns "xla", or raises `ArgumentTypeError` if
-    kernels were requested.
-    """
-    implementation = resolve(implementation, **arrays)
+    if implementation is None:
+        return
     for name, array in arrays.items():
-        if array is None or (
-            jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize <= 4
-        ):
-            continue
-        if implementation is None:
+        if array is not None:
+            dtypes.check(array.dtype, name)
+            if floats and not _fits(array.dtype, floats):
+                raise ArgumentTypeError(
+                    f"Argument `{name}` must be a float of at most 32 bits for the kernels; got "
+                    f"{array.dtype}. Cast it, or let `implementation` be None or 'xla'."
+                )
+    triton_private.triton()
+
+
+def fit(
+    implementation: Implementation | None, *arrays: Any, floats: bool = False
+) -> Implementation | None:
+    """Returns a checked `implementation`, or "xla" instead of None if no kernel can be launched.
+
+    That is so if kernels do not take one of `arrays` (`floats` is as in `check`), or if there is no
+    Triton: systems other than Linux have none, and no CUDA either.
+    """
+    if implementation is not None:
+        return implementation
+    for array in arrays:
+        if array is not None and not _fits(array.dtype, floats):
             return "xla"
-        if implementation != "xla":
-            raise ArgumentTypeError(
-                f"Argument `{name}` must be a float of at most 32 bits for the kernels; got "
-                f"{array.dtype}. Cast it, or let `implementation` be None or 'xla'."
-            )
-    return implementation
+    return None if importlib.util.find_spec("triton") is not None else "xla"
+
+
+def _fits(dtype: Any, floats: bool) -> bool:
+    if floats and not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4):
+        return False
+    return dtypes.is_supported(dtype)
 
 
 def _if_gpu_has_dtypes(

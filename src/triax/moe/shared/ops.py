@@ -3,8 +3,8 @@
 The life of a call, from left to right; no layer knows the layers before it:
 
     api ──────────► op ──────────────► launcher ──────► triton_call
-    checks and      one primitive,     result types,    the bridge: a kernel
-    names           named after it     grid, config     in a program
+    checks the      one primitive,     result types,    the bridge: a kernel
+    arguments       named after it     grid, config     in a program
 
 An `Op` is declared in its folder's `ops.py`: its name, the dimensions of its arrays, its two
 implementations (kernels on CUDA, plain JAX elsewhere), its derivative, and which of them may
@@ -24,6 +24,7 @@ import jax
 
 from triax.errors import DifferentiationError
 from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
 from triax.sharding import explicit, linear, ops
 from triax.sharding.splits import Dims, Split
 
@@ -80,20 +81,22 @@ class Op:
         dims: Function | None = None,
     ):
         self.name, self.xla, self.kernels, self.any_bits = name, xla, kernels, any_bits
-        self.arguments, self.local = tuple(arguments), local
+        self.local = local
         self.derivative, self.inline = derivative, inline
-        self.dims = dims or (lambda *_, **__: (self.arguments, results, shardable))
+        self.dims, self.declared = dims, (tuple(arguments), results, shardable)
         self.primitive = ops.primitive(f"triax_{name}")
         self._calls = functools.lru_cache(maxsize=1024)(self._call)  # bounded: options may be sizes
 
-    def __call__(self, *arguments: Any, implementation: str | None, **options: Any) -> Any:
+    def __call__(
+        self, *arguments: Any, implementation: Implementation | None, **options: Any
+    ) -> Any:
         return self.of(implementation, **options)(*arguments)
 
-    def of(self, implementation: str | None, **options: Any) -> Call:
+    def of(self, implementation: Implementation | None, **options: Any) -> Call:
         """Returns the op with options, one object for equal options, so that JAX's caches hit."""
         return self._calls(implementation, **options)
 
-    def _call(self, implementation: str | None, **options: Any) -> Call:
+    def _call(self, implementation: Implementation | None, **options: Any) -> Call:
         return Call(self, implementation, options)
 
 
@@ -104,7 +107,7 @@ class Call:
       run: the implementation without JAX's rules, for one device's shard.
     """
 
-    def __init__(self, op: Op, implementation: str | None, options: dict[str, Any]):
+    def __init__(self, op: Op, implementation: Implementation | None, options: dict[str, Any]):
         self.op, self.implementation, self.options = op, implementation, options
         if op.kernels is None:
             self.run: Function = functools.partial(op.xla, implementation=implementation, **options)
@@ -122,25 +125,26 @@ class Call:
         return f"{self.op.name}({', '.join(f'{k}={v!r}' for k, v in options.items())})"
 
     def __call__(self, *arguments: Any) -> Any:
-        leaves, inline = jax.tree.leaves(arguments), self.op.inline
-        mesh = None if inline else explicit.explicit_mesh(leaves)
-        traced = mesh is not None or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        if (inline or self.op.derivative is None) and not traced:
-            return self.run(*arguments)  # one program; binding would run one per step
+        op, split = self.op, None
+        if op.inline or op.derivative is None:
+            leaves = jax.tree.leaves(arguments)
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+            if not traced and (op.inline or explicit.explicit_mesh(leaves) is None):
+                return self.run(*arguments)  # one program; binding would run one per step
+        if not op.inline:
+            declared = op.declared if op.dims is None else op.dims(*arguments, **self.options)
+            dims, results, shardable, *pieces = declared
+            local = op.local or (lambda call, shard, *arguments: call.run(*arguments))
+            split = Split(dims, results, shardable, functools.partial(local, self), *pieces)
         return ops.bind(
-            self.op.primitive,
+            op.primitive,
             repr(self),
             self.run,
-            None if inline else self._split(arguments),
+            split,
             self._rule,
             arguments,
             calls_back=self.implementation == "interpret",
         )
-
-    def _split(self, arguments: Sequence[Any]) -> Split:
-        dims, results, shardable, *pieces = self.op.dims(*arguments, **self.options)
-        local = self.op.local or (lambda call, shard, *arguments: call.run(*arguments))
-        return Split(dims, results, shardable, functools.partial(local, self), *pieces)
 
     def _rule(
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]

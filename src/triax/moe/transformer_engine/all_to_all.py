@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from triax.errors import ArgumentValueError
+from triax.moe.chunk_sort import arguments as chunk_arguments
+from triax.moe.chunk_sort.ops import sort_chunks
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
-from triax.moe.transformer_engine.chunks import sort_chunks_by_index
+from triax.moe.transformer_engine import tables
 from triax.sharding import explicit
 
 _Parameters = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -71,9 +73,7 @@ def local_permute_after_a2a(
     """
     sizes = _counts(all_shards_tokens_per_expert, num_expert_shards)[:, _index(shard_id)]
     chunks = jnp.arange(sizes.size, dtype=jnp.int32).reshape(sizes.shape).T.reshape(-1)
-    sorted_x, _ = sort_chunks_by_index(
-        x_recv, sizes.reshape(-1), chunks, implementation=implementation
-    )
+    sorted_x = _sorted("x_recv", x_recv, sizes.reshape(-1), chunks, implementation)
     state = {
         "sorted_split_sizes": sizes.T.reshape(-1),
         "inverse_chunk_indices": jnp.argsort(chunks),
@@ -89,7 +89,18 @@ def local_unpermute_before_a2a(
 ) -> jax.Array:
     """Sorts rows back by shard and then by expert: the inverse of `local_permute_after_a2a`."""
     sizes, chunks = state["sorted_split_sizes"], state["inverse_chunk_indices"]
-    return sort_chunks_by_index(expert_outputs, sizes, chunks, implementation=implementation)[0]
+    return _sorted("expert_outputs", expert_outputs, sizes, chunks, implementation)
+
+
+def _sorted(
+    name: str, rows: Any, sizes: Any, chunks: Any, implementation: Implementation | None
+) -> jax.Array:
+    """Returns the rows in the order of `chunks`; `name` is the caller's for them."""
+    rows = tables.as_table(name, rows, "hidden")
+    operands = chunk_arguments.checked(
+        rows, sizes, chunks, implementation=implementation, name=name
+    )
+    return sort_chunks(*operands, implementation).rows
 
 
 def _counts(counts: Any, num_shards: int) -> jax.Array:

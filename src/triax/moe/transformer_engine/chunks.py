@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from triax.moe.chunk_sort import api as chunks
-from triax.moe.shared import arguments
+from triax.moe.chunk_sort import arguments as chunks
+from triax.moe.chunk_sort.ops import sort_chunks
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
@@ -28,12 +28,12 @@ def sort_chunks_by_index(
         it costs nothing if it is not used.
     """
     x = tables.as_table("inp", inp, "hidden")
-    sort = chunks.sort_chunks_by_index
-    output = sort(x, split_sizes, sorted_indices, implementation=implementation).rows
-    # Sorting the output's row numbers back gives each row of `inp` the number of its output row.
-    split_sizes, sorted_indices = (
-        explicit.gathered(arguments.as_jax(array)) for array in (split_sizes, sorted_indices)
+    x, split_sizes, sorted_indices, _ = chunks.checked(
+        x, split_sizes, sorted_indices, implementation=implementation, name="inp"
     )
+    output = sort_chunks(x, split_sizes, sorted_indices, None, implementation).rows
+    # Sorting the output's row numbers back gives each row of `inp` the number of its output row.
+    split_sizes, sorted_indices = map(explicit.gathered, (split_sizes, sorted_indices))
     sizes, back = split_sizes[sorted_indices], jnp.argsort(sorted_indices)
     numbers = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    return output, sort(numbers, sizes, back, implementation=implementation).rows[:, 0]
+    return output, sort_chunks(numbers, sizes, back, None, implementation).rows[:, 0]

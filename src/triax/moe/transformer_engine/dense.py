@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from triax.errors import ArgumentValueError, UnsupportedError
 from triax.messages import short
-from triax.moe.products.api import ragged_dot
+from triax.moe.products import arguments as products
+from triax.moe.products.ops import multiply
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
@@ -78,7 +79,7 @@ def grouped_dense(
             f"Argument `kernel` must have the depth of `x`, {x.shape[1]}, in dimension "
             f"{depth_of_kernel}; got shape {kernel.shape}."
         )
-    return ragged_dot(
+    product = products.checked(
         x,
         kernel,
         group_sizes,
@@ -87,7 +88,9 @@ def grouped_dense(
         precision=precision,
         preferred_element_type=preferred_element_type,
         implementation=implementation,
+        names=("x", "kernel"),
     )
+    return multiply(*product, implementation=implementation)
 
 
 def _check_unsupported(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.permutation import api as moves
-from triax.moe.plans.api import make_plan, select_experts
+from triax.moe.permutation import ops as moves
+from triax.moe.plans.ops import first_experts, make_plan
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
@@ -56,7 +56,8 @@ def routing_map_to_selected_experts(
             f"got {sparse_probs.shape}."
         )
     topk = arguments.integer("topk", topk, 1)
-    selected = select_experts(mask, topk, implementations.resolve(implementation, routing_map=mask))
+    implementations.check(implementation, routing_map=mask)
+    selected = first_experts(mask, topk, implementation)
     weights = tables.of_slots(probs, selected)
     shape = (*routing_map.shape[:-1], topk)
     return selected.reshape(shape), weights.reshape(shape)
@@ -97,19 +98,18 @@ def pure_jax_token_dispatch(
     x = tables.as_table("inputs", inputs, "hidden", None, ids.shape[0], "`selected_experts`")
     num_experts = arguments.integer("num_experts", num_experts, 1)
     _check_slots("selected_experts", ids.shape, num_experts_per_tok)
+    align_size = arguments.integer("align_size", align_size, 0)
+    messages.check_sizes_known("selected_experts", ids.shape)
+    arguments.check_pairs(ids.shape)
+    implementations.check(implementation, inputs=x)
+    ids = arguments.as_int32(ids)
     if roll_to_expert_id is not None:
         first = arguments.integer("roll_to_expert_id", roll_to_expert_id, 0) % num_experts
-        ids = arguments.as_int32(ids)
         known = (ids >= 0) & (ids < num_experts)
         ids = jnp.where(known, (ids - first) % num_experts, -1)
-    plan = make_plan(
-        ids,
-        num_experts,
-        align_size=max(1, arguments.integer("align_size", align_size, 0)),
-        implementation=implementation,
-    )
-    rows = moves.permute(x, plan, implementation=implementation)
-    return rows, PureJaxPermState(plan), plan.group_sizes
+    options: dict[str, Any] = {"implementation": implementation}
+    plan = make_plan(ids, num_experts, align_size=max(1, align_size), **options)
+    return moves.permute(x, plan, **options).rows, PureJaxPermState(plan), plan.group_sizes
 
 
 def pure_jax_token_combine(
@@ -142,7 +142,18 @@ def pure_jax_token_combine(
     name = "num_experts_per_tok"
     weights = tables.as_table("routing_weights", routing_weights, name, jnp.floating)
     _check_slots("routing_weights", weights.shape, num_experts_per_tok)
-    rows = arguments.array("expert_outputs", expert_outputs, ("rows", "hidden"), jnp.floating)
+    plan = perm_state.plan
+    sizes = {"rows": plan.num_rows}
+    rows = arguments.array(
+        "expert_outputs",
+        expert_outputs,
+        ("rows", "hidden"),
+        jnp.floating,
+        sizes=sizes,
+        of="`perm_state`",
+    )
+    arguments.check_shape("routing_weights", weights.shape, plan.row_of.shape, "`perm_state`")
+    implementations.check(implementation, expert_outputs=rows, routing_weights=weights)
     shape = (
         arguments.integer("batch_size", batch_size, 0),
         arguments.integer("sequence_length", sequence_length, 0),
@@ -152,7 +163,7 @@ def pure_jax_token_combine(
             f"Arguments `batch_size` and `sequence_length` must make the {weights.shape[0]} tokens "
             f"of `routing_weights`; got {shape[0]} and {shape[1]}."
         )
-    tokens = moves.unpermute(rows, perm_state.plan, weights, implementation=implementation)
+    tokens = moves.unpermute(rows, plan, weights, implementation=implementation)
     return tokens.reshape(*shape, rows.shape[1])
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from triax.errors import ArgumentValueError
-from triax.moe.permutation import api as moves
-from triax.moe.permutation.reference import Permuted
-from triax.moe.plans.api import make_plan_from_mask
+from triax.moe.permutation import ops as moves
+from triax.moe.plans.ops import make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
 from triax.moe.transformer_engine import tables
@@ -71,6 +71,7 @@ def token_dispatch(
       `TokenDispatch`: output, permuted_probs, row_id_map, pad_offsets, tokens_per_expert.
     """
     mask = tables.as_mask(routing_map)
+    arguments.check_mask("routing_map", mask)
     num_tokens, num_experts = mask.shape
     x = tables.as_table("inp", inp, "hidden", None, num_tokens, "`routing_map`")
     num_rows = arguments.integer("num_out_tokens", num_out_tokens, 0)
@@ -87,16 +88,13 @@ def token_dispatch(
                 "router's weights to their experts, or use `triax.moe.permute`, which takes "
                 "[tokens, top_k]."
             )
-    plan = make_plan_from_mask(
-        mask,
-        num_experts if top_k is None else arguments.integer("top_k", top_k, 1),
-        num_rows=num_rows,
-        align_size=align,
-        implementation=implementation,
-    )
+    top_k = num_experts if top_k is None else arguments.integer("top_k", top_k, 1)
+    arguments.check_pairs((num_tokens, top_k))
+    implementations.check(implementation, inp=x, routing_map=mask, probs=probs)
+    options: dict[str, Any] = {"implementation": implementation}
+    plan = make_plan_from_mask(mask, top_k, num_rows=num_rows, align_size=align, **options)
     weights = None if probs is None else tables.of_slots(probs, plan.expert_of)
-    moved = moves.permute(x, plan, weights=weights, implementation=implementation)
-    permuted = moved if isinstance(moved, Permuted) else Permuted(moved, None, None)
+    permuted = moves.permute(x, plan, weights, **options)
 
     pads = plan.group_sizes - plan.group_filled
     pad_offsets = jnp.cumsum(pads, dtype=jnp.int32) - pads
@@ -179,4 +177,5 @@ def token_combine(
         of = "experts", jnp.floating, num_tokens, "`row_id_map`"
         probs = tables.as_table("merging_probs", merging_probs, *of)
         weights = tables.of_slots(probs, expert)
+    implementations.check(implementation, inp=rows, merging_probs=weights)
     return moves.unpermute(rows, plan, weights, implementation=implementation)

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from triax.errors import ArgumentValueError
 from triax.messages import short
-from triax.moe.router import api, router
+from triax.moe.router import ops, router
 from triax.moe.router.configs import RouterSpec
 from triax.moe.router.reference import normalized_scores
 from triax.moe.shared import arguments
+from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
@@ -78,14 +79,15 @@ def fused_topk_with_score_function(
       routing_map: bool [tokens, experts], or uint8 [tokens, ceil(experts / 8)] with the first
         expert in the lowest bit.
     """
-    logits = explicit.gathered(api.check_logits(logits))
+    logits = explicit.gathered(router.check_logits(logits))
     num_experts = logits.shape[1]
+    implementations.check(implementation, logits=logits)
     function = _as_enum("score_function", score_function, ScoreFunction)
     map_format = _as_enum("routing_map_format", routing_map_format, RoutingMapFormat)
     score = function.name.lower()
     if compute_aux_scores:
         topk = router.check_top_k("topk", topk, num_experts)
-        experts = api.route_by_spec(logits, None, RouterSpec(topk), implementation).experts
+        experts = ops.choose(logits, None, RouterSpec(topk), implementation).experts
         scores = normalized_scores(logits.astype(jnp.float32), score)
         return scores, _routing_map(experts, num_experts, map_format)
     if expert_bias is not None:
@@ -94,7 +96,7 @@ def fused_topk_with_score_function(
                 "Argument `expert_bias` needs score_function='sigmoid' or 'sqrtsoftplus'; got "
                 f"{score!r}. `triax.moe.route` takes a bias with every score function."
             )
-        expert_bias = api.check_bias("expert_bias", expert_bias, num_experts)
+        expert_bias = router.check_of_experts("expert_bias", expert_bias, num_experts)
     grouped = num_groups > 0 and group_topk > 0
     if grouped:
         num_groups, group_topk = router.check_groups(
@@ -121,7 +123,7 @@ def fused_topk_with_score_function(
         group_best=group_best,
         group_by_logits=softmax and not use_pre_softmax,
     )
-    weights, experts = api.route_by_spec(logits, expert_bias, spec, implementation)
+    weights, experts = ops.choose(logits, expert_bias, spec, implementation)
     token = jnp.arange(logits.shape[0])[:, None]
     probs = (
         jnp.zeros_like(logits)
