@@ -13,10 +13,9 @@ import pytest
 
 from tests.fuzz import __main__ as fuzz
 from tests.fuzz import known, many, state
-from tests.moe import bounds, oracle
+from tests.moe import bounds
 from tests.moe.case import Case
 from tests.moe.cases import RANDOM
-from tests.moe.plans import case as plans
 from triax import moe
 from triax.moe.layer import ops as layer_ops
 from triax.moe.layer import parts, products
@@ -164,17 +163,6 @@ def test_what_a_fault_is(got, want, message):
     found = bounds.fault("x", got, want)
     assert (found is None) == (message is None)
     assert message is None or message in found
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_its_plan_is_that_of_the_other_oracle(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(20):
-        sizes = plans.draw_sizes(rng, "interpret")
-        ids = oracle.draw_ids(rng, sizes.tokens, sizes.slots, sizes.experts, "wild")
-        expected = oracle.plan(ids, sizes.experts, sizes.rows, sizes.capacity, sizes.align)
-        for name, value in sizes.plan(ids)._asdict().items():
-            np.testing.assert_array_equal(value, getattr(expected, name), err_msg=name)
 
 
 # --- state and processes -------------------------------------------------------------------------

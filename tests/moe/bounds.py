@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from triax.testing import assert_close
 
 Array = np.ndarray[Any, Any]
 U32 = 2.0**-24
@@ -175,4 +178,26 @@ def _say(name: str, bad: Array, got: Array, want: Array, error: Array | None) ->
     return (
         f"{name}{list(first)} is {got[first]}, not {want[first]}{within}; "
         f"{int(bad.sum())} of {bad.size} are wrong"
+    )
+
+
+def assert_rounded_once(
+    actual: Any, expected: Any, *, terms: int = 1, size: float = 0.0, err_msg: str = ""
+) -> None:
+    """`assert_close`, and every element is the nearest of its dtype to a sum in float32 or wider.
+
+    That is more than the former sees in small dtypes, such as a sum that was rounded before it was
+    scaled. `size` is that of the largest term, where it is more than the largest sum.
+    """
+    assert_close(actual, expected, terms=terms, err_msg=err_msg)
+    got, want = (np.asarray(array).astype(np.float64) for array in (actual, expected))
+    finite = np.isfinite(got) & np.isfinite(want)
+    got, want = got[finite], want[finite]
+    kind = ml_dtypes.finfo(actual.dtype)
+    power = np.floor(np.log2(np.maximum(np.abs(want), float(kind.smallest_normal))))
+    nearest = float(kind.eps) * 2.0**power / 2
+    summed = 2e-6 * math.sqrt(terms) * max(size, np.max(np.abs(want), initial=0))
+    worst = np.max(np.abs(got - want) - nearest - summed, initial=0)
+    assert worst <= 0, (
+        f"{err_msg} {worst:.3g} further away than rounding to {actual.dtype} takes it"
     )

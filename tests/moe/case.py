@@ -44,6 +44,7 @@ class Case:
       names: what the source needs beside `moe`, `jnp` and `how`.
       widest: the widest float that its kernels take.
       kernels: those of it and its gradients on a GPU, for few pairs.
+      within: a context to run in, which may change how the kernels divide the work.
       is_checked: whether kernels must be free of races in the interpreter.
       is_derivative: whether its gradients are derivatives: not those of inputs that are wrong.
       form: of `tests.forms`, that all runs of a batch go through together; "" is `jit` alone.
@@ -60,6 +61,7 @@ class Case:
     names: dict[str, Any] = dataclasses.field(default_factory=dict)
     widest: str = "float64"
     kernels: tuple[str, ...] = ()
+    within: Callable[[], Any] = contextlib.nullcontext
     is_checked: bool = True
     is_derivative: bool = True
     form: str = ""
@@ -96,7 +98,8 @@ class Case:
     def run(self, batch: Sequence[Arrays]) -> list[Arrays]:
         """The results of each case. All are on their way before the first is waited for."""
         is_checked = self.is_checked and self.path == "interpret"
-        with testing.checked() if is_checked else contextlib.nullcontext(), widths(batch[0]):
+        checked = testing.checked if is_checked else contextlib.nullcontext
+        with checked(), widths(batch[0]), self.within():
             running = self._formed(batch) if self.form else [self.jitted(each) for each in batch]
             return [
                 {n: a for part in found.values() for n, a in part.items()}

@@ -12,6 +12,7 @@ from tests.moe.permutation import case as permutation
 from tests.moe.plans import case as plans
 
 NAMED: dict[str, Callable[..., Case]] = {
+    **plans.NAMED,
     **permutation.NAMED,
     **chunk_sort.NAMED,
     **products.NAMED,
@@ -19,8 +20,26 @@ NAMED: dict[str, Callable[..., Case]] = {
     **feed_forward.NAMED,
 }
 ORDINARY = [name for name in NAMED if "," not in name]
+# Those that take other ways through the rules for transformations.
+UNUSUAL = [
+    "plan, int64",
+    "plan, several parts, kernels for many",
+    "permute, no weights, no scales",
+    "permute, scales in powers of two",
+    "permute, int8",
+    "permute, bfloat16",
+    "permute, a wide map",
+    "permute, no width",
+    "unpermute, no weights",
+    "unpermute, bfloat16",
+    "unpermute, a wide map",
+    "chunks, no probs",
+    "chunks, int8",
+    "chunks, float64",
+    "chunks, wrong, 6 chunks in int32",
+]
 # For a GPU: the interpreter would take too long.
-LARGE: dict[str, Callable[..., Case]] = {**permutation.LARGE, **chunk_sort.LARGE}
+LARGE: dict[str, Callable[..., Case]] = {**plans.LARGE, **permutation.LARGE, **chunk_sort.LARGE}
 RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *products.OPS,
     *scaled.OPS,

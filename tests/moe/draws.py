@@ -50,21 +50,32 @@ def group_sizes(rng: Rng, count: int, num_rows: int) -> Array:
     return sizes.astype(np.int32)
 
 
-def ids(rng: Rng, num_tokens: int, top_k: int, num_experts: int, dtype: Any = np.int32) -> Array:
-    """Expert ids; some experts have most or none, some ids are out of range or named twice."""
+def ids(
+    rng: Rng,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    dtype: Any = np.int32,
+    kind: str | None = None,
+) -> Array:
+    """Expert ids; some experts have most or none, some ids are out of range or named twice.
+
+    Of a kind, or of any: "distinct", "wild", "alike", "none" or "other".
+    """
     shape = (num_tokens, top_k)
     found = rng.choice(num_experts, shape, p=shares(rng, num_experts))
-    kind = rng.integers(5)
-    if kind == 0 and top_k <= num_experts:  # no expert twice, as routers choose
+    kind = kind or one_of(rng, ("distinct", "wild", "alike", "none", *["other"] * 3))
+    if kind == "distinct" and top_k <= num_experts:  # no expert twice, as routers choose
         found = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :top_k]
-    elif kind == 1:
+    elif kind == "wild":
         info = np.iinfo(dtype)
-        wild = [info.min, info.max] + [n for n in (-1, num_experts) if info.min <= n <= info.max]
+        wild = [info.min, info.max, *[2**32, 1 - 2**32] * (info.bits > 32 and info.min < 0)]
+        wild += [n for n in (-1, num_experts) if info.min <= n <= info.max]
         found = np.where(rng.random(shape) < 0.3, rng.choice(wild, shape), found)
-    elif kind == 2 and num_tokens:
+    elif kind == "alike" and num_tokens:
         found[rng.random(num_tokens) < 0.5] = found[0]
-    elif kind == 3 and rng.random() < 0.3:
-        found[...] = np.iinfo(dtype).max  # none is routed
+    elif kind == "none":
+        found[...] = np.iinfo(dtype).max
     return found.astype(dtype)
 
 

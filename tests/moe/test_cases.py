@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 
 from tests.moe.case import widths
-from tests.moe.cases import NAMED, ORDINARY
+from tests.moe.cases import NAMED, ORDINARY, UNUSUAL
 
 paths = pytest.mark.parametrize("path", ["xla", "interpret"])
 
@@ -61,9 +61,9 @@ def test_plain_jax(name):
 
 
 def each(holds=lambda case: True):
-    """Names of the cases for which something holds; the quick ones are ordinary."""
+    """Names of cases for which something holds; the quick ones are ordinary."""
     slow = pytest.mark.slow("those that are ordinary have the same rules")
-    names = [name for name, of in NAMED.items() if holds(of("xla"))]
+    names = [name for name in ORDINARY + UNUSUAL if holds(NAMED[name]("xla"))]
     marked = [pytest.param(name, marks=() if name in ORDINARY else slow) for name in names]
     return pytest.mark.parametrize("name", marked)
 

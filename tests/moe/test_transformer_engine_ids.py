@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.moe import oracle
+from tests.moe import draws
+from tests.moe.bounds import exact
+from tests.moe.permutation.case import move, summed
+from tests.moe.plans.case import Sizes
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import transformer_engine as te
 from triax.testing import assert_close, assert_same_bits
@@ -27,7 +30,7 @@ def make_case(seed=0, routing="distinct"):
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((TOKENS, WIDTH)).astype(np.float32)
     weights = rng.random((TOKENS, TOP_K)).astype(np.float32)
-    return x, oracle.draw_ids(rng, TOKENS, TOP_K, EXPERTS, routing), weights
+    return x, draws.ids(rng, TOKENS, TOP_K, EXPERTS, kind=routing), weights
 
 
 @pytest.mark.sampled
@@ -49,9 +52,8 @@ def test_there_and_back(implementation, three_d, align_size, roll, routing):
     shape = lambda a: a.reshape(BATCH, SEQUENCE, -1) if three_d else a
     known = (ids >= 0) & (ids < EXPERTS)
     rolled = np.where(known, (ids.astype(np.int64) - (roll or 0)) % EXPERTS, -1)
-    align = max(align_size, 1)
-    num_rows = (TOKENS * TOP_K + EXPERTS * (align - 1)) // align * align
-    expected = oracle.plan(rolled, EXPERTS, num_rows, align_size=align)
+    sizes = Sizes(TOKENS, TOP_K, EXPERTS, align=max(align_size, 1))
+    expected = sizes.plan(rolled)
 
     @jax.jit
     def run(x, ids, weights):
@@ -64,10 +66,10 @@ def test_there_and_back(implementation, three_d, align_size, roll, routing):
         return rows, group_sizes, combined
 
     rows, group_sizes, combined = run(shape(x), shape(ids), shape(weights))
-    assert_same_bits(rows, oracle.permute(x, expected.row_of, num_rows))
+    assert_same_bits(rows, move(x, expected.row_of, sizes.rows))
     assert_same_bits(group_sizes, expected.group_sizes)
     assert combined.shape == (BATCH, SEQUENCE, WIDTH)
-    sums = oracle.unpermute(np.asarray(rows), expected.row_of, weights)
+    sums = summed(exact(rows), expected.row_of, exact(weights)).value
     assert_close(combined, sums.reshape(combined.shape), terms=TOP_K)
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.moe.oracle import assert_rounded_once
+from tests.moe.bounds import assert_rounded_once
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.activations.ops import activate_gradients

@@ -123,7 +123,8 @@ NAMED: dict[str, functools.partial[Case]] = {
         | {"": _SMALL}
         | {dtype: _of(_SMALL, dtype=dtype) for dtype in (*FLOATS[1:], "float64", "float8_e5m2")}
         | {dtype: _of(_SMALL, dtype=dtype) for dtype in ("int8", "uint16", "int32", "bool")}
-        | {f"probs in {dtype}": _of(_SMALL, probs=dtype) for dtype in ("", *FLOATS[1:])}
+        | {f"probs in {dtype}": _of(_SMALL, probs=dtype) for dtype in FLOATS[1:]}
+        | {"no probs": _of(_SMALL, probs="")}
         | {
             f"wrong, {count} chunks in {integers}": _of(
                 sort_chunks, rows=300, width=3, chunks=count, integers=integers, is_wrong=True

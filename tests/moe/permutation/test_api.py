@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import triax
-from tests.moe import oracle
+from tests.moe.plans.case import ready_plan
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.permutation.configs import MoveConfig
 
-PLAN = oracle.make_plan(np.zeros((4, 2), np.int32), 3)
+PLAN = ready_plan(np.zeros((4, 2), np.int32), 3)
 X = np.zeros((4, 5), np.float32)
 ROWS = np.zeros((8, 5), np.float32)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.moe import oracle
+from tests.moe.plans.case import ready_plan
 from triax import moe
 from triax.testing import assert_same_bits
 
@@ -25,7 +25,7 @@ def implementation(request):
 
 
 def test_example(implementation):
-    plan = oracle.make_plan(np.array([[1, 0], [2, 1]]), 3)
+    plan = ready_plan(np.array([[1, 0], [2, 1]]), 3)
     x = np.array([[1, 2], [3, 4]], np.float32)
     rows = jax.jit(functools.partial(moe.permute, implementation=implementation))(x, plan)
     assert rows.tolist() == [[1, 2], [1, 2], [3, 4], [3, 4]]
@@ -41,7 +41,7 @@ def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
     """JAX casts what float8_e4m3fn does not hold to NaN; a GPU would saturate."""
     ids = np.full((1, 20 if wide else 2), -1)
     ids[0, :2] = 0
-    plan = oracle.make_plan(ids, 1, num_rows=2)
+    plan = ready_plan(ids, 1, num_rows=2)
     rows = np.full((2, 4), 400.0, jnp.float8_e4m3fn)
     op = lambda *weights: moe.unpermute(rows, plan, *weights, implementation=implementation)
     assert np.isnan(np.asarray(jax.jit(op)()).astype(np.float32)).all()
@@ -55,14 +55,14 @@ def test_overflow_to_float8_is_the_same_everywhere(wide, implementation):
 
 
 def test_dtypes_triton_lacks_go_through_plain_jax():
-    plan = oracle.make_plan(np.array([[1], [0]]), 2)
+    plan = ready_plan(np.array([[1], [0]]), 2)
     for dtype in ("complex64", "int4"):
         x = np.arange(6).reshape(2, 3).astype(jnp.dtype(dtype))
         np.testing.assert_array_equal(jax.jit(moe.permute)(x, plan), x[::-1])
 
 
 def test_gradients_of_complex_tokens():
-    plan = oracle.make_plan(np.array([[1, 0], [0, -1]]), 2)
+    plan = ready_plan(np.array([[1, 0], [0, -1]]), 2)
     x = (np.arange(6).reshape(2, 3) * (1 + 2j)).astype(np.complex64)
     grad = jax.jit(jax.grad(lambda x: jnp.sum(moe.permute(x, plan)).imag))(x)
     np.testing.assert_array_equal(grad, np.array([[-2j] * 3, [-1j] * 3]))

@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from tests.moe import flat, oracle
-from triax import moe
+from tests.moe import draws, flat
+from triax import moe, testing
 from triax.moe import transformer_engine as te
 
 
@@ -80,8 +80,7 @@ def draw_array(name: str, rng: np.random.Generator, s: Sizes, op: Op, dtype: Any
         values = rng.standard_normal(shapes[name]) / (2 if name.startswith("w_") else 1)
         return values.astype(np.float32 if name in float32 else dtype)
     if name == "ids":
-        routing = rng.choice(oracle.ROUTINGS)
-        return oracle.draw_ids(rng, s.tokens, s.top_k, experts, routing)
+        return draws.ids(rng, s.tokens, s.top_k, experts)
     if name == "mask":
         return rng.random((s.tokens, experts)) < 0.3
     if name == "sizes":  # less than all rows, some of them zero
@@ -93,13 +92,13 @@ def draw_array(name: str, rng: np.random.Generator, s: Sizes, op: Op, dtype: Any
     if name.startswith("hostile"):
         shape = shapes["rows" if name == "hostile_rows" else "x"]
         # Where XLA reshards by a sum, which it does, -0.0 becomes 0.0.
-        return oracle.draw_values(rng, shape, dtype, hostile=True) + np.zeros((), dtype)
+        return testing.hostile_values(rng, shape, dtype) + np.zeros((), dtype)
     if name == "bytes":
         return rng.integers(-128, 128, (s.tokens, s.hidden)).astype(np.int8)
     if name == "scales":
         return rng.standard_normal((s.tokens, 3)).astype(dtype)
     if name == "small_scales":
-        return oracle.random_bits(rng, (s.tokens, 4), ml_dtypes.float8_e4m3fn)
+        return draws.bits(rng, (s.tokens, 4), ml_dtypes.float8_e4m3fn)
     raise KeyError(name)
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -10,6 +14,9 @@ from tests.moe import draws
 from tests.moe.bounds import Array
 from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng, one_of
+from triax import moe
+from triax.moe.plans import launchers
+from triax.moe.plans.configs import FewPairsConfig, ScanConfig, SortConfig
 
 FIELDS = ("row_of", "expert_of", "group_sizes", "group_counts", "group_filled", "num_dropped")
 
@@ -85,6 +92,13 @@ class Sizes(NamedTuple):
         return plan_of(ids, self.experts, self.rows, self.capacity, self.align)
 
 
+def ready_plan(ids: Array, num_experts: int, **options: int) -> moe.Plan:
+    """What `moe.make_plan` returns, with nothing to compile."""
+    sizes = Sizes(*ids.shape, num_experts, **options)
+    static = {"num_rows": sizes.rows, "num_experts": num_experts, "align_size": sizes.align}
+    return moe.Plan(**sizes.plan(ids)._asdict(), **static)
+
+
 def draw_sizes(rng: Rng, path: str, distinct: bool = False) -> Sizes:
     small = path == "interpret"
     experts = one_of(rng, (1, 3, 8, 13, 64) if small else (1, 2, 5, 8, 16, 60, 128, 257))
@@ -102,14 +116,17 @@ def draw_sizes(rng: Rng, path: str, distinct: bool = False) -> Sizes:
     return sizes
 
 
-def make_plan(path: str, sizes: Sizes, dtype: Any = "int32") -> Case:
+def make_plan(path: str, sizes: Sizes, dtype: Any = "int32", within: Any = None) -> Case:
     def draw(rng: Rng) -> Arrays:
         return {"ids": sizes.ids(rng, np.dtype(dtype))}
 
     def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
         return sizes.plan(arrays["ids"])._asdict()
 
-    return Case("make_plan", path, sizes.source, FIELDS, draw, expect)
+    case = Case("make_plan", path, sizes.source, FIELDS, draw, expect)
+    case.within = within or contextlib.nullcontext
+    case.kernels = ("place_few_pairs",)
+    return case
 
 
 def make_plan_from_mask(path: str, sizes: Sizes, dtype: Any = "bool") -> Case:
@@ -126,12 +143,15 @@ def make_plan_from_mask(path: str, sizes: Sizes, dtype: Any = "bool") -> Case:
         first = mask & (np.cumsum(mask, 1) <= slots)
         order = np.argsort(~first, axis=1, kind="stable")[:, :slots]
         ids = np.where(np.take_along_axis(first, order, 1), order, -1)
+        ids = np.pad(ids, ((0, 0), (0, slots - ids.shape[1])), constant_values=-1)
         plan = sizes.plan(ids)
         counts = mask.sum(0).astype(np.int32)
         dropped = np.asarray(counts.sum() - (plan.row_of >= 0).sum(), np.int32)
         return plan._replace(group_counts=counts, num_dropped=dropped)._asdict()
 
-    return Case("make_plan_from_mask", path, call, FIELDS, draw, expect)
+    case = Case("make_plan_from_mask", path, call, FIELDS, draw, expect)
+    case.kernels = ("select_experts", "place_few_pairs")
+    return case
 
 
 def draw_plan(rng: Rng, path: str) -> Case:
@@ -145,3 +165,86 @@ def draw_plan_from_mask(rng: Rng, path: str) -> Case:
 
 
 RANDOM = (draw_plan, draw_plan_from_mask)
+
+
+@contextlib.contextmanager
+def kernels_for(pairs: str, max_blocks: int = 3) -> Iterator[None]:
+    """The kernels for "few" or "many" pairs, for any number of them, with blocks so small that
+    every loop is run more than once."""
+    bins = lambda experts: 32 if experts < 512 else 512
+    few = {"heuristic": lambda experts: FewPairsConfig(bins(experts), block_others=32)}
+    many = {"heuristic": lambda experts: SortConfig(bins(experts), part=16)}
+    most = 0 if pairs == "many" else 2048
+    with (
+        mock.patch.multiple(FewPairsConfig, max_pairs=most, **few),
+        mock.patch.multiple(SortConfig, max_blocks=max_blocks, **many),
+        mock.patch.object(launchers, "ScanConfig", return_value=ScanConfig(2, 256)),
+    ):
+        yield
+
+
+_SIZES = {
+    "no tokens": Sizes(0, 2, 5, align=8),
+    "one of each": Sizes(1, 1, 1, align=128, num_rows=640),
+    "several parts": Sizes(33, 3, 8, align=8, num_rows=8),
+    "more experts than pairs": Sizes(15, 6, 128, align=16, capacity=1, num_rows=32),
+    "more experts than bins": Sizes(42, 2, 1100, align=2, capacity=9),
+    "one slot": Sizes(100, 1, 5, capacity=3),
+    "no slots": Sizes(4, 0, 3),
+    "more rows than pairs": Sizes(17, 4, 5, align=4, capacity=8, num_rows=4000),
+    "no capacity": Sizes(17, 4, 5, capacity=0),
+    "no rows": Sizes(9, 4, 5, align=2, num_rows=0),
+    **{  # groups that would end past 2**31 are cut off where the rows end
+        f"aligned to {align}": Sizes(40, 2, 128, align=align, num_rows=align)
+        for align in (2**20, 2**30, 2**31 - 1)
+    },
+}
+# Those of the second line keep every expert and have too many for their ids to be sorted.
+_MASKS = [(0, 2, 5), (33, 3, 8), (9, 4, 384)]
+_MASKS += [(0, 20, 20), (70, 64, 64), (130, 40, 33), (7, 300, 300)]
+_of = functools.partial
+NAMED: dict[str, functools.partial[Case]] = {
+    "plan": _of(make_plan, sizes=Sizes(17, 3, 5, align=8)),
+    "mask": _of(make_plan_from_mask, sizes=Sizes(17, 3, 5, align=8)),
+    **{
+        f"plan, {name}{kernels and ', kernels for '}{kernels}": _of(
+            make_plan, sizes=sizes, within=_of(kernels_for, kernels) if kernels else None
+        )
+        for name, sizes in _SIZES.items()
+        for kernels in ("", "few", "many")
+    },
+    **{
+        f"plan, {dtype}": _of(make_plan, sizes=Sizes(30, 2, 384), dtype=dtype)
+        for dtype in ("uint8", "uint32", "int64")
+    },
+    **{
+        # More than one program looks at together: blocks of many parts, and of no whole number.
+        f"plan, {tokens} tokens, {blocks} blocks": _of(
+            make_plan,
+            sizes=Sizes(tokens, 3, 3, align=8),
+            within=_of(mock.patch.object, SortConfig, "max_blocks", blocks),
+        )
+        for tokens, blocks in ((456, 1), (684, 2), (2000, 20))
+    },
+    **{
+        f"mask, {tokens} tokens, {slots} of {experts} experts": _of(
+            make_plan_from_mask,
+            sizes=Sizes(tokens, slots, experts, align, capacity),
+            dtype=("bool", "int8", "uint32")[i % 3],
+        )
+        for i, (tokens, slots, experts) in enumerate(_MASKS)
+        for align, capacity in [((1, None), (8, 7), (16, None))[i % 3]]
+    },
+}
+LARGE: dict[str, functools.partial[Case]] = {
+    f"mask, {tokens} tokens, {slots} of {experts} experts": _of(
+        make_plan_from_mask, sizes=Sizes(tokens, slots, experts, align=8)
+    )
+    for tokens, slots, experts in (
+        (3000, 8, 100),
+        (1, 17, 17),
+        (3000, 100, 100),
+        (20_000, 256, 256),
+        (500, 1100, 1100),
+    )
+}

@@ -185,11 +185,11 @@ def test_configs_that_were_measured(num_experts, bins, select, place):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
-def test_experts_beyond_the_slots_are_counted_and_dropped(implementation):
-    mask = np.int32([[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 0]])
+def test_example(implementation):
+    plan = moe.make_plan(np.int32([[1, 0], [2, 1]]), 3, implementation=implementation)
+    assert plan.row_of.tolist() == [[1, 0], [3, 2]]
+    assert plan.group_sizes.tolist() == [1, 2, 1]
     of_mask = lambda mask: moe.make_plan_from_mask(mask, 2, implementation=implementation)
-    plan = jax.jit(of_mask)(mask)
-    assert plan.expert_of.tolist() == [[0, 1], [1, 2], [2, -1]]
-    assert plan.group_sizes.tolist() == [1, 2, 2, 0]
-    assert plan.group_counts.tolist() == [1, 2, 3, 1]
-    assert int(plan.num_dropped) == 2
+    plan = jax.jit(of_mask)(np.int32([[1, 1, 0], [0, 1, 1]]))
+    assert plan.row_of.tolist() == [[0, 1], [2, 3]]
+    assert plan.expert_of.tolist() == [[0, 1], [1, 2]]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from tests.moe import oracle
+from tests.moe.plans.case import ready_plan
 from triax import moe
 from triax.testing import assert_same_bits
 
@@ -95,7 +95,7 @@ def test_between_devices(scheme, scale_dtype, implementation):
 )
 def test_tokens_that_share_scales(change, match):
     x, experts, _ = draw()
-    plan = oracle.make_plan(experts, EXPERTS)
+    plan = ready_plan(experts, EXPERTS)
     with pytest.raises(ValueError, match=match):
         moe.permute(moe.quantize(x, **change), plan)
     with pytest.raises(TypeError, match="`scales` is given, and `x` is a ScaledArray"):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.moe.oracle import make_plan
+from tests.moe.plans.case import ready_plan
 from tests.moe.quantization.oracle import E8M0, PACKED, draw, exactly, expected, numbers
 from tests.moe.test_sharding import collectives, compiled, kind, mesh_of  # noqa: F401
 from triax import moe
@@ -324,7 +324,7 @@ def test_over_devices(kind, block, transposed, spec, gathered):  # noqa: F811
 
 def test_tokens_move():
     x = draw((6, 64), jnp.bfloat16, special=False)
-    plan = make_plan(np.array([[0], [2], [1], [1], [0], [2]], np.int32), 3)
+    plan = ready_plan(np.array([[0], [2], [1], [1], [0], [2]], np.int32), 3)
 
     @jax.jit
     def move(x, plan):

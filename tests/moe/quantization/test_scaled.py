@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.moe.oracle import make_plan
+from tests.moe.plans.case import ready_plan
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError, TriaxError
 from triax.moe.quantization.scaled import check
@@ -107,7 +107,7 @@ def test_sizes_that_are_not_numbers():
     x = moe.quantize(np.ones((4, 32), np.float32), block=(1, None))
     types = jax.tree.map(lambda a: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype), x)
     sizes, w = np.array([4]), moe.quantize(np.ones((1, 32, 8), np.float32), block=(1, None, 1))
-    plan = make_plan(np.zeros((4, 1), np.int32), 1)
+    plan = ready_plan(np.zeros((4, 1), np.int32), 1)
     for function, match in (
         (lambda x: moe.ragged_dot(x, w, sizes), "`rows` must have concrete sizes"),
         (lambda x: x[:2], "must have concrete sizes"),
