@@ -72,7 +72,8 @@ def floors(python: str, requirements: Iterable[str]) -> dict[str, Version]:
     """Returns the oldest supported version of each project, from a package's metadata."""
     lowest = {"python": _floor(SpecifierSet(python))}
     for requirement in map(Requirement, requirements):
-        if requirement.name in ("jax", "triton") and "extra" not in str(requirement.marker):
+        is_extra = "extra" in str(requirement.marker)  # as Triton is
+        if requirement.name == "triton" or (requirement.name == "jax" and not is_extra):
             lowest[requirement.name] = _floor(requirement.specifier)
     return {**lowest, "jaxlib": lowest["jax"], "xla": lowest["jax"]}
 
