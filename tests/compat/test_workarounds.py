@@ -23,7 +23,8 @@ x = 1  # Workaround: python all: no end.
 def test_all_have_the_form_and_are_needed_still(capsys):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (triton,) = project["optional-dependencies"]["interpreter"]
-    requirements = [*project["dependencies"], f"{triton} and extra == 'interpreter'"]  # as installed
+    # The extra's requirement as an installed package's metadata has it.
+    requirements = [*project["dependencies"], f"{triton} and extra == 'interpreter'"]
     oldest = workarounds.floors(project["requires-python"], requirements)
     assert oldest["xla"] == oldest["jaxlib"] == oldest["jax"] == Version("0.8.0")
     assert (oldest["python"], oldest["triton"]) == (Version("3.11"), Version("3.5"))

@@ -6,7 +6,7 @@ lets a product run on into the next iteration, and ptxas (CUDA 12.8 to 13.4, at 
 registers that the product still reads: results are silently wrong, now and then or always.
 
 In: a kernel's PTX. Out: the same with waits at the loops that need them, which a dataflow over
-basic blocks finds. What it cannot read is taken for what needs a wait.
+basic blocks finds. Code that it cannot read is assumed to need a wait.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ class _Block:
     previous: list[int] = dataclasses.field(default_factory=list)
 
     def in_flight(self, younger: int) -> int:
-        """The groups since the latest product after the block, from those before it."""
+        """Returns how many groups follow the latest product in flight, at the block's end.
+
+        `younger` is that number at its begin.
+        """
         for step in self.steps:
             if step == "product":
                 younger = -1
@@ -137,7 +140,10 @@ class _Block:
         return younger
 
     def written(self, younger: int) -> int:
-        """The most groups since a product that runs until a write, from those after the block."""
+        """Returns the most groups that a product may be followed by and still run at a write.
+
+        The number is for the block's begin; `younger` is that for its end.
+        """
         for step in reversed(self.steps):
             if step in ("product", "write"):
                 younger = _MOST_GROUPS
@@ -245,13 +251,14 @@ class _Code:
 
 
 def _to_drain(code: _Code) -> dict[int, int]:
-    """Returns heads whose waits leave no product running from before a loop to a write in it.
+    """Returns the heads that need a wait: no product from before a loop then runs at its writes.
 
-    Each has the groups since the latest product that arrives there.
+    For each it returns how many groups follow the latest product that arrives there.
 
-    At first all heads wait. From the last to the first, so that outer loops rather keep their wait,
-    a head loses it if no product that arrives there lasts until a write. Losing waits only ever
-    lets products last longer, so each block is looked at again a few times in all.
+    At first all heads wait. Then, from the last to the first, a head loses its wait if no product
+    that arrives there would still run at a write; in this order outer loops keep their waits rather
+    than inner ones. A lost wait only lets products run longer, so each block is looked at again a
+    few times in all.
     """
     drained = set(code.heads)
     arrives = [_NOTHING_IN_FLIGHT] * len(code.blocks)  # at a block's begin, before its wait

@@ -53,10 +53,12 @@ class Checkpoint(Mapping[str, np.ndarray]):
         checkpoint.config["num_experts_per_tok"]
 
     The folder has `model.safetensors.index.json` and the files that it names, or one
-    `model.safetensors`. Of a file `config.json` is beside it, if there is one.
-    A file is opened for the first of its tensors, which are read-only maps:
-    bytes are read when used. Dtypes include bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu.
-    It can be pickled, and equals another of the same folder, files and configuration.
+    `model.safetensors`. If one file is given, the `config.json` beside it is read, if there is one.
+
+    A file is opened when the first of its tensors is looked up. Tensors are read-only maps, whose
+    bytes are read when they are used. Dtypes include bfloat16, float8_e4m3fn, float8_e5m2 and
+    float8_e8m0fnu. A checkpoint can be pickled, and equals another of the same folder, files and
+    configuration.
 
     Attributes:
       folder, files: its path, and that of each tensor's file by the tensor's name.

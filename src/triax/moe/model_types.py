@@ -35,7 +35,7 @@ class RouterKeys:
       scaled: whether `routed_scaling_factor` multiplies the weights.
       group_score: as in `Router`, for types with `n_group` and `topk_group`.
       top_k: the key of the experts per token.
-      fixed: what other keys must say, if they are there; where they have a choice, they must be.
+      fixed: the values that other keys may have. A key with one value may be missing.
       refused: why a `Router` cannot say what the type does, and the lines that do it.
     """
 

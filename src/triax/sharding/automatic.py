@@ -1,4 +1,4 @@
-"""Cuts ops under plain `jit`: with `custom_partitioning`, once XLA has chosen the shardings."""
+"""Shards ops under plain `jit`, by `custom_partitioning`, once XLA has chosen the shardings."""
 
 from __future__ import annotations
 
@@ -118,9 +118,10 @@ mlir.register_lowering(
 def _shardy_rule(
     split: FlatSplit, operand_shapes: Sequence[Any], result_shapes: Sequence[Any]
 ) -> SdyShardingRule:
-    """Returns the split as a Shardy rule, with a separate factor per dimension that stays whole.
+    """Returns the split as a Shardy rule.
 
-    So does what one of `split.pieces` has of a dimension.
+    A dimension that stays whole is a factor of its own. A dimension that may only be sharded into
+    `split.pieces` is two factors: the pieces, and what a piece has, which stays whole.
     """
     whole: list[str] = []
     sizes: dict[str, int] = {}

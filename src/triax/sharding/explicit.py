@@ -1,4 +1,4 @@
-"""Cuts ops on meshes with explicit axes: with `shard_map`, while the program is traced."""
+"""Shards ops on meshes with explicit axes, by `shard_map`, while the program is traced."""
 
 from __future__ import annotations
 

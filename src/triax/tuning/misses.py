@@ -1,4 +1,4 @@
-"""The known configs of a kernel that are nearest to a call that none serves, and what differs."""
+"""Finds the known configs that are nearest to a call which none fits, and says what differs."""
 
 from __future__ import annotations
 

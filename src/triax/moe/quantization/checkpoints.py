@@ -358,10 +358,10 @@ def _size(name: str, value: Any) -> int | None:
 def _int4(
     values: Any, swaps: bool, order: Any, zero: int, group_size: int | None, **arrays: Any
 ) -> ScaledArray:
-    """Returns a scaled array of numbers that are stored plus 8, in bytes [..., out, in / 2].
+    """Returns a scaled array of bytes [..., out, in / 2]; 8 has been added to each number.
 
     `arrays` are scales, zeros and groups by their names; with `swaps` scales and zeros are
-    [..., groups, out]. Zeros are stored plus `zero`, in an `order` in words.
+    [..., groups, out]. `zero` has been added to zeros, and words hold them in an `order`.
     """
     (of_scales, scales), (of_zeros, zeros), (of_groups, groups) = arrays.items()
     *lead, out, half = values.shape

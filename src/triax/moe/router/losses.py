@@ -91,6 +91,6 @@ def router_z_loss(logits: Array) -> jax.Array:
 
 
 def _whole_tokens(logits: jax.Array) -> jax.Array:
-    """Returns logits of float32 or wider, of which no token's are cut over devices."""
+    """Returns logits of float32 or wider, gathered so that each token's are on one device."""
     logits = explicit.gathered(logits, *range(logits.ndim - 1))
     return logits.astype(at_least_float32(logits.dtype))

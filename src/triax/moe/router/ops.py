@@ -78,7 +78,7 @@ def choose_and_scale(
     else:
         routed = _weigh(logits, experts, spec)
     if router.normalize > 1:
-        # Of scores that are normalised already, none of which can be too small for a power.
+        # These weights are normalised already, so that their powers do not underflow.
         weights = reference.of_norm_one(routed.weights, router.normalize)
         weights *= jnp.float32(router.scale)
         routed = routed._replace(weights=weights)

@@ -120,8 +120,8 @@ def _shares(part: jax.Array, whole: jax.Array) -> jax.Array:
     return jnp.exp(part - most) / jnp.where(total == 0, 1, total)
 
 
-# Functions of some of a token's logits and all of them that return scores; and functions that
-# return the logarithms of scores, up to a summand that a token's logits share.
+# By score: functions of the chosen logits and of all logits that return scores; and functions that
+# return the scores' logarithms, give or take a number that is the same for all of a token's logits.
 _SCORES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _shares,
     "sigmoid": lambda logits, _: _sigmoid(logits),
