@@ -615,6 +615,11 @@ def routing(shape, of_experts=None):
             of_value,
             r"`routing.experts` must have shape \(24, 2\)",
         ),
+        (
+            {"logits": moe.Routing(ones((T, 2), "float8_e5m2"), ones((T, 2), int))},
+            of_type,
+            r"^Argument `routing\.weights` must be a float of 16 bits or more; .* Cast it\.",
+        ),
         ({"logits": routing((T, 2)), "bias": ones(E)}, of_type, "Arguments for logits, `bias`"),
         ({"logits": routing((12, 2, 2))}, of_value, r"`routing.weights` must have shape \[tok"),
         ({"b_down": ones((E, W))}, of_value, r"`b_down` must have shape \(5, 16\) .* `w_down`"),

@@ -187,12 +187,9 @@ def _checked_routing(routing: Routing, num_tokens: int, of_logits: dict[str, Any
             f"Arguments for logits, `{'`, `'.join(unused)}`, are given with a Routing. Pass "
             "them to `route`."
         )
-    axes, sizes = ("tokens", "top_k"), {"tokens": num_tokens}
-    weights = arguments.array(
-        "routing.weights", routing.weights, axes, jnp.floating, sizes=sizes, of="`x`"
-    )
-    of: dict[str, Any] = {"sizes": dict(zip(axes, weights.shape, strict=True))}
-    experts = arguments.array(
-        "routing.experts", routing.experts, axes, jnp.integer, **of, of="`routing.weights`"
-    )
+    axes = "tokens", "top_k"
+    of: dict[str, Any] = {"sizes": {"tokens": num_tokens}, "of": "`x`", "wide": "Cast it."}
+    weights = arguments.array("routing.weights", routing.weights, axes, jnp.floating, **of)
+    of = {"sizes": dict(zip(axes, weights.shape, strict=True)), "of": "`routing.weights`"}
+    experts = arguments.array("routing.experts", routing.experts, axes, jnp.integer, **of)
     return Routing(weights, arguments.as_int32(experts))

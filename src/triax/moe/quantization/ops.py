@@ -69,22 +69,18 @@ def quantized(
     # An empty dimension has blocks of one.
     sizes = tuple(max(n, 1) if of is None else of for of, n in zip(block, array.shape, strict=True))
     options: dict[str, Any] = {"block": sizes, "dtype": dtype, "transposed": transposed}
-    must = implementation in ("triton", "interpret")
-    kernel = None
+    kernel, reason = None, f"Argument `implementation` is {implementation!r}, and no kernel rounds"
     if packed or scale_dtype == E8M0:
-        if must:
-            raise ArgumentValueError(
-                f"Argument `implementation` is {implementation!r}, and no kernel rounds to "
-                f"{dtype.name} with scales of {scale_dtype.name}. Let it be None or 'xla'."
-            )
+        reason += f" to {dtype.name} with scales of {scale_dtype.name}. Let it be None or 'xla'."
     else:
         kernel = configs.kernel_of(array.shape, sizes, transposed)
-        if kernel is None and must:
-            raise ArgumentValueError(
-                f"Argument `block` must suit the kernels: {configs.KERNELS}; got {sizes}"
-                f"{' transposed' * transposed} for shape {array.shape}. Let `implementation` be "
-                "None or 'xla'."
-            )
+        reason = (
+            f"Argument `block` must suit the kernels: {configs.KERNELS}; got {sizes}"
+            f"{' transposed' * transposed} for shape {array.shape}. Let `implementation` be None "
+            "or 'xla'."
+        )
+    if kernel is None and implementation in ("triton", "interpret"):
+        raise ArgumentValueError(reason)
     if kernel is None or not array.size:
         implementation = "xla"
         options["scale_dtype"] = scale_dtype

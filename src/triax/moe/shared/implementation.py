@@ -43,19 +43,18 @@ def check(implementation: Any, *, floats: bool = False, **arrays: Any) -> None:
     if implementation == "xla":
         return
     for name, array in arrays.items():
-        if array is not None:
-            messages.check_sizes_known(name, array.shape, ", or pass `implementation='xla'`")
-    if implementation is None:
-        return
-    for name, array in arrays.items():
-        if array is not None:
+        if array is None:
+            continue
+        messages.check_sizes_known(name, array.shape, ", or pass `implementation='xla'`")
+        if implementation is not None:
             dtypes.check(array.dtype, name)
-            if floats and not _fits(array.dtype, floats):
+            if not _fits(array.dtype, floats):
                 raise ArgumentTypeError(
                     f"Argument `{name}` must be a float of at most 32 bits for the kernels; got "
                     f"{array.dtype}. Cast it, or let `implementation` be None or 'xla'."
                 )
-    triton_private.triton()
+    if implementation is not None:
+        triton_private.triton()
 
 
 def fit(

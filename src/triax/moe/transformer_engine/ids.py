@@ -143,15 +143,9 @@ def pure_jax_token_combine(
     weights = tables.as_table("routing_weights", routing_weights, name, jnp.floating)
     _check_slots("routing_weights", weights.shape, num_experts_per_tok)
     plan = perm_state.plan
-    sizes = {"rows": plan.num_rows}
-    rows = arguments.array(
-        "expert_outputs",
-        expert_outputs,
-        ("rows", "hidden"),
-        jnp.floating,
-        sizes=sizes,
-        of="`perm_state`",
-    )
+    of_plan: dict[str, Any] = {"sizes": {"rows": plan.num_rows}, "of": "`perm_state`"}
+    axes = "rows", "hidden"
+    rows = arguments.array("expert_outputs", expert_outputs, axes, jnp.floating, **of_plan)
     arguments.check_shape("routing_weights", weights.shape, plan.row_of.shape, "`perm_state`")
     implementations.check(implementation, expert_outputs=rows, routing_weights=weights)
     shape = (
