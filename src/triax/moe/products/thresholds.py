@@ -45,5 +45,5 @@ ROWS_OF_A_WARP_GROUP = 64
 8 warps. In the same section."""
 
 NARROW_ROWS_OF_8_BITS = 16
-"""Up to this, blocks for 8-bit rows have as many rows as there are; with more rows they have 64.
-"Few rows", H200."""
+"""Up to this, blocks for 8-bit rows have 16 rows; with more rows they have 64. No figures were kept
+(commit b95bd91)."""
