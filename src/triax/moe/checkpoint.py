@@ -284,9 +284,11 @@ def read_experts(
     activation: Any,
     interleaved: Any,
     progress: Any,
+    tiles: Any,
 ) -> dict[str, Any]:
     """Returns the arguments of `Experts`; those here are `Experts.from_checkpoint`'s."""
     _check_mapping(tensors)
+    messages.check_bool(tiles=tiles)
     if interleaved is not None:
         messages.check_bool(interleaved=interleaved)
     if progress is not None:
@@ -304,14 +306,14 @@ def read_experts(
     stem = f"{prefix}.experts."
     names = [name for name in names if name.startswith(stem)]
     if any(name.startswith(f"{stem}gate_up_proj") for name in names):
-        weights = _stacked(tensors, stem, names, said, experts)
+        weights = _stacked(tensors, stem, names, said, experts, tiles)
     else:
         if interleaved:
             raise ArgumentValueError(
                 f"Argument `interleaved` must be False or None for `{stem}…`, whose gate and up "
                 "have tensors of their own; got True."
             )
-        weights = _separate(tensors, stem, names, said, experts, progress)
+        weights = _separate(tensors, stem, names, said, experts, progress, tiles)
     hidden, width = weights["w_down"].shape[-2:][:: 1 if weights["transposed"] else -1]
     _check_sizes(said.hidden, hidden, stem, "columns of `down_proj`")
     _check_sizes(said.width, width, stem, "rows of `down_proj`")
@@ -373,7 +375,7 @@ def _chosen(experts: Any, count: int) -> range:
 
 
 def _stacked(
-    tensors: Any, stem: str, names: list[str], said: Described, experts: Any
+    tensors: Any, stem: str, names: list[str], said: Described, experts: Any, tiles: bool
 ) -> dict[str, Any]:
     """Reads tensors of all experts, as gpt-oss has them; a part is a view."""
     quantization = checkpoints.flat(said.quantization)
@@ -410,11 +412,19 @@ def _stacked(
     _check_sizes(said.counts, count, stem, "experts")
     part = _chosen(experts, count)
     arrays = {key: array[part.start : part.stop : part.step] for key, array in arrays.items()}
+    if tiles:
+        arrays = {key: checkpoints.in_tiles(array) for key, array in arrays.items()}
     return {**arrays, "interleaved": said.interleaved, "transposed": transposed}
 
 
 def _separate(
-    tensors: Any, stem: str, names: list[str], said: Described, experts: Any, progress: Any
+    tensors: Any,
+    stem: str,
+    names: list[str],
+    said: Described,
+    experts: Any,
+    progress: Any,
+    tiles: bool,
 ) -> dict[str, Any]:
     """Copies each expert's own tensors into stacks [experts, linear layers, out, in]."""
     quantization = checkpoints.flat(said.quantization)
@@ -439,7 +449,8 @@ def _separate(
         for i, name in enumerate(linears):
             which, beside = divmod(i, 2)
             with reading(tensors, f"{stem}{expert}.{name}.", *checkpoints.NAMES) as own:
-                leaves, tree = jax.tree.flatten(checkpoints.linear(own, quantization))
+                linear = checkpoints.linear(own, quantization)
+                leaves, tree = jax.tree.flatten(checkpoints.in_tiles(linear) if tiles else linear)
                 got = messages.short(leaves)
                 if which == len(stacks):
                     new = [np.empty((len(chosen), 2 - which, *of.shape), of.dtype) for of in leaves]
@@ -451,7 +462,7 @@ def _separate(
                 into[at, beside] = leaf
     weights: dict[str, Any] = {}
     for key, (*_, tree, stack) in zip(("w_gate_up", "w_down"), stacks, strict=True):
-        made = tree.unflatten([of.reshape(len(of), -1, of.shape[-1]) for of in stack])
+        made = tree.unflatten([of.reshape(len(of), -1, *of.shape[3:]) for of in stack])
         scaled = isinstance(made, ScaledArray)
         weights[key] = dataclasses.replace(made, block=(1, *made.block)) if scaled else made
     return {**weights, "transposed": True}

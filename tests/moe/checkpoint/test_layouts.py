@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.moe.checkpoint import layers
 from tests.moe.checkpoint.files import write
 from tests.moe.checkpoint.layers import (
     EXPERTS,
@@ -60,6 +61,43 @@ def test_formats(name, linears, tmp_path):
     assert found.activation == "swiglu"
     assert found.transposed
     assert not found.interleaved
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("plain", "wide_blocks")])
+def test_tiles(name, monkeypatch):
+    """Experts are put into tiles one by one, as they are read."""
+    monkeypatch.setattr(layers, "SHAPES", ((128, 192), (128, 192), (192, 128)))
+    make, _, quantization = FORMATS[name]
+    config = {"quantization_config": quantization}
+    tensors = layer(make)
+    found, stored = read(tensors, config), read(tensors, config, tiles=False)
+    for tiled, other in ((found.w_gate_up, stored.w_gate_up), (found.w_down, stored.w_down)):
+        assert (tiled.tiled, other.tiled) == (True, False)
+        assert tiled.shape == other.shape
+        np.testing.assert_array_equal(exactly(tiled), exactly(other))
+
+
+def test_tiles_of_gpt_oss():
+    """A part of the experts is put into tiles, without what is not quantized."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.integers(0, 120, (3, *shape), np.uint8)
+    stem = f"{MLP}.experts."
+    tensors = {
+        f"{stem}gate_up_proj_blocks": draw(256, 2, 16),
+        f"{stem}gate_up_proj_scales": draw(256, 2),
+        f"{stem}gate_up_proj_bias": floats(3, 256),
+        f"{stem}down_proj_blocks": draw(64, 4, 16),
+        f"{stem}down_proj_scales": draw(64, 4),
+        f"{stem}down_proj_bias": floats(3, 64),
+    }
+    part = range(1, 3)
+    found, stored = (read(tensors, GPT_OSS, experts=part, tiles=of) for of in (True, False))
+    for tiled, other in ((found.w_gate_up, stored.w_gate_up), (found.w_down, stored.w_down)):
+        assert (tiled.tiled, other.tiled) == (True, False)
+        assert other.values.base is not None  # no copy of the file
+        np.testing.assert_array_equal(exactly(tiled), exactly(other))
+    with pytest.raises(ArgumentTypeError, match="`tiles` must be a bool"):
+        read(tensors, GPT_OSS, tiles="no")
 
 
 def test_a_part_of_the_experts():

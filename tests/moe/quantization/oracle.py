@@ -74,6 +74,7 @@ def numbers(scaled):
 
 def exactly(scaled):
     """What a `ScaledArray` stands for, in float64."""
+    scaled = scaled.untile()
     values = numbers(scaled)
     block = whole(scaled.block, scaled.shape)
     block = (*block[:-2], *block[:-3:-1]) if scaled.transposed else block

@@ -13,6 +13,7 @@ import pytest
 from tests.moe.quantization.oracle import exactly
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
+from triax.testing import assert_same_bits
 
 DEPTH, OUT, GROUP = 64, 24, 32
 GROUPS = DEPTH // GROUP
@@ -393,3 +394,42 @@ def test_shapes_that_do_not_match(call, message):
 def test_types_that_are_wrong(call, message):
     with pytest.raises(ArgumentTypeError, match=message):
         call()
+
+
+def of_64(name, groups=4):
+    """Arrays of weights [2, 128, 64] for a `from_` function, which has tiles of them."""
+    scales = rng.random((2, groups, 64)).astype(np.float16)
+    zeros, blocks = words(2, groups, 8), rng.integers(0, 127, (2, 64, 4, 16), np.uint8)
+    return {
+        "from_mxfp4": lambda: (blocks, blocks[..., 0]),
+        "from_gptq": lambda: (words(2, 16, 64), zeros, scales),
+        "from_awq": lambda: (words(2, 128, 8), zeros, scales),
+        "from_compressed_tensors": lambda: (words(2, 64, 16), scales.mT.copy()),
+        "from_8_bits": lambda: (blocks.reshape(2, 64, -1).repeat(2, 2).view(np.int8), scales.mT),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_weights_that_kernels_read_are_in_tiles(name):
+    function, given = getattr(moe, name), of_64(name)
+    how = {"from_mxfp4": {}, "from_8_bits": {"block_size": (1, 32)}}.get(name, {"group_size": 32})
+    found, stored = function(*given, **how), function(*given, **how, tiles=False)
+    assert (found.tiled, stored.tiled) == (True, False)
+    np.testing.assert_array_equal(exactly(found), exactly(stored))
+    assert_same_bits(jax.jit(functools.partial(function, **how))(*given).values, found.values)
+    with pytest.raises(ArgumentTypeError, match="`tiles` must be a bool"):
+        function(*given, **how, tiles="int8")
+
+
+def test_weights_that_no_kernel_reads_in_tiles_stay_as_they_are():
+    scales = np.ones((2, 64, 1), np.float32)
+    eight = lambda dtype, *shape: (np.ones(shape, dtype), np.ones((2, shape[1], 1), np.float32))
+    for found in (
+        moe.from_8_bits(*eight(ml_dtypes.float8_e5m2, 2, 64, 128)),
+        moe.from_8_bits(*eight(np.int8, 2, 64, 96)),
+        moe.from_8_bits(*eight(np.int8, 2, 96, 64)),
+        moe.from_8_bits(eight(np.int8, 2, 64, 128)[0], scales.repeat(8, 2), block_size=(1, 16)),
+        moe.from_gptq(*of_64("from_gptq", groups=8), group_size=16),
+    ):
+        assert not found.tiled
+    assert moe.from_8_bits(*eight(np.int8, 2, 64, 128)).tiled

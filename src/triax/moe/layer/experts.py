@@ -100,6 +100,7 @@ class Experts:
         activation: Activation | None = None,
         interleaved: bool | None = None,
         progress: Callable[[range], Iterable[int]] | None = None,
+        tiles: bool = True,
     ) -> Experts:
         """Returns the experts of a layer of a Hugging Face checkpoint, as NumPy arrays.
 
@@ -108,7 +109,8 @@ class Experts:
 
         The layouts are those of gpt-oss, Mixtral, Qwen3-MoE and DeepSeek-V3, with floats of 16 bits
         or more, or any format that a `moe.from_…` function takes. Tensors of single experts are
-        copied, one after another, into one stack [experts, out, in]; gpt-oss's stay maps of files.
+        copied, one after another, into one stack [experts, out, in]. gpt-oss's floats stay maps of
+        files, and so do its quantized weights without `tiles`.
 
         What decides a number is in `config` under a key that is known for its `model_type`, or in
         the shapes, or an argument. A key that is not known is an error, which names it.
@@ -123,6 +125,7 @@ class Experts:
             the `model_type`.
           progress: such as tqdm: called with the range of experts whose tensors are copied, returns
             an iterator of each of them, in any order.
+          tiles: of quantized weights, as in `from_gptq` and `from_8_bits`.
 
         Raises:
           ArgumentTypeError, ArgumentValueError: an argument has the wrong type, `experts` is not a
@@ -138,6 +141,7 @@ class Experts:
             activation=activation,
             interleaved=interleaved,
             progress=progress,
+            tiles=tiles,
         )
         with checkpoint.reading(tensors, f"{prefix}.experts"):
             return cls(**found)

@@ -14,7 +14,6 @@ from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.compat import versions
 from triax.moe.products.few_rows_configs import (
-    LEAST_SCALED,
     FewRowsConfig,
     FewRowsOfTilesConfig,
     WidenConfig,
@@ -29,7 +28,7 @@ from triax.moe.products.row_tiles import (
     triton_dtype,
 )
 from triax.moe.products.thresholds import MOST_ROWS, MOST_SCHEDULED
-from triax.moe.quantization.packing import PACKED, TILE, TILED, words_of_tile
+from triax.moe.quantization.packing import LEAST_SCALED, PACKED, TILE, TILED, words_of_tile
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target

@@ -17,8 +17,6 @@ from triax.moe.shared import blocks
 from triax.moe.shared.target import Target
 
 _BARRIERS_AND_SCALES = 4096
-LEAST_SCALED = 32
-"""Divides the depth of every block with a scale."""
 _LEAST_DEPTH = 64  # of a block, which has a scale for each half if 64 share none
 
 

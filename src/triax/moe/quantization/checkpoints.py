@@ -52,8 +52,8 @@ _OTHERS = """
 """
 
 
-def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
-    """Returns the weights of an MXFP4 checkpoint such as gpt-oss's; bytes stay unchanged.
+def from_mxfp4(blocks: Array, scales: Array, *, tiles: bool = True) -> ScaledArray:
+    """Returns the weights of an MXFP4 checkpoint such as gpt-oss's.
 
         moe.from_mxfp4(blocks, scales).shape  # (experts, in, out)
 
@@ -63,11 +63,12 @@ def from_mxfp4(blocks: Array, scales: Array) -> ScaledArray:
     Args:
       blocks: uint8 [..., out, in / 32, 16], such as `mlp.experts.gate_up_proj_blocks`.
       scales: uint8 [..., out, in / 32], such as `mlp.experts.gate_up_proj_scales`.
+      tiles: as in `from_gptq`.
     """
     *lead, count, _ = check_array("blocks", blocks, _UINT8, (..., "out", "in / 32", 16), "MXFP4")
     check_array("scales", scales, _UINT8, (*lead, count), "`blocks`")
     values, scales = blocks.reshape(*lead, 16 * count), scales.view(E8M0)
-    return _scaled("scales", values, scales, (None, 32), packed="float4_e2m1fn")
+    return _scaled("scales", values, scales, (None, 32), tiles, packed="float4_e2m1fn")
 
 
 def from_gptq(
@@ -78,6 +79,7 @@ def from_gptq(
     *,
     v2: bool = False,
     group_size: int | None = None,
+    tiles: bool = True,
 ) -> ScaledArray:
     """Returns weights that GPTQ quantized to 4 bits: ``(number - zero) * scale``.
 
@@ -92,6 +94,8 @@ def from_gptq(
       v2: whether zeros are stored as they are (`"checkpoint_format": "gptq_v2"`), not less one.
       group_size: the size of a group along `in`, -1 for all of it; the last group may be smaller.
         None: by `g_idx`, else by the shapes if only one size fits, such as with one group.
+      tiles: whether to reorder the weights as `ScaledArray.tile` does, if kernels then read them:
+        `in` and `out` must be multiples of 64, and groups of 32. False keeps the stored order.
 
     Raises:
       ArgumentTypeError: an argument has the wrong type.
@@ -101,11 +105,16 @@ def from_gptq(
     check_array("qweight", qweight, _INT32, (..., "in / 8", "out"), "GPTQ")
     values = qweight.mT.copy().view(np.uint8)
     arrays = {"scales": scales, "qzeros": qzeros, "g_idx": g_idx}
-    return _int4(values, True, _IN_ORDER, 7 + v2, group_size, **arrays)
+    return _int4(values, True, _IN_ORDER, 7 + v2, group_size, tiles, **arrays)
 
 
 def from_awq(
-    qweight: Array, qzeros: Array, scales: Array, *, group_size: int | None = None
+    qweight: Array,
+    qzeros: Array,
+    scales: Array,
+    *,
+    group_size: int | None = None,
+    tiles: bool = True,
 ) -> ScaledArray:
     """Returns weights that AWQ quantized to 4 bits, "gemm": ``(number - zero) * scale``.
 
@@ -113,12 +122,12 @@ def from_awq(
       qweight: int32 [..., in, out / 8]; each holds eight numbers, from the lowest bits in the order
         0, 2, 4, 6, 1, 3, 5, 7. `in` is even.
       qzeros: int32 [..., groups, out / 8]; each holds eight zeros in that order.
-      scales, group_size: as in `from_gptq`, which lists the errors.
+      scales, group_size, tiles: as in `from_gptq`, which lists the errors.
     """
     check_array("qweight", qweight, _INT32, (..., "in", "out / 8"), "AWQ")
     values = packing.pack(_nibbles(qweight, _AWQ_ORDER).mT.copy())
     arrays = {"scales": scales, "qzeros": qzeros, "g_idx": None}
-    return _int4(values, True, _AWQ_ORDER, 8, group_size, **arrays)
+    return _int4(values, True, _AWQ_ORDER, 8, group_size, tiles, **arrays)
 
 
 def from_compressed_tensors(
@@ -129,6 +138,7 @@ def from_compressed_tensors(
     weight_g_idx: Array | None = None,
     *,
     group_size: int | None = None,
+    tiles: bool = True,
 ) -> ScaledArray:
     """Returns weights of compressed-tensors' "pack-quantized": ``(number - zero) * scale``.
 
@@ -138,7 +148,7 @@ def from_compressed_tensors(
       weight_shape: int32 or int64 [2] or [..., 2], out and in. `in` is even.
       weight_zero_point: int32 [..., out / 8, groups]; each holds eight zeros plus 8. None is 0.
       weight_g_idx: as `g_idx` in `from_gptq`; or all -1.
-      group_size: as in `from_gptq`.
+      group_size, tiles: as in `from_gptq`.
     """
     check_array("weight_packed", weight_packed, _INT32, (..., "out", "in / 8"), "pack-quantized")
     values = weight_packed.copy().view(np.uint8)
@@ -150,14 +160,22 @@ def from_compressed_tensors(
         if depth % 2:
             raise ArgumentValueError(f"Argument `weight_shape` must have even `in`; got {depth}.")
         values = values[..., : depth // 2]
-    arrays = {"weight_scale": weight_scale, "weight_zero_point": weight_zero_point}
-    return _int4(values, False, _IN_ORDER, 8, group_size, **arrays, weight_g_idx=weight_g_idx)
+    arrays = {
+        "weight_scale": weight_scale,
+        "weight_zero_point": weight_zero_point,
+        "weight_g_idx": weight_g_idx,
+    }
+    return _int4(values, False, _IN_ORDER, 8, group_size, tiles, **arrays)
 
 
 def from_8_bits(
-    weight: Array, weight_scale: Array, *, block_size: tuple[int, int] | None = None
+    weight: Array,
+    weight_scale: Array,
+    *,
+    block_size: tuple[int, int] | None = None,
+    tiles: bool = True,
 ) -> ScaledArray:
-    """Returns weights in float8 or int8 times their scales; bytes stay unchanged.
+    """Returns weights in float8 or int8 times their scales.
 
         w = moe.from_8_bits(weight, weight_scale_inv, block_size=(128, 128))  # DeepSeek-V3
         w.shape  # (in, out), stored transposed
@@ -169,6 +187,8 @@ def from_8_bits(
         channels; [...], [..., 1] or [..., 1, 1] for whole layers.
       block_size: the sizes of a block along `out` and `in`, -1 for all of it; the last block may be
         smaller. None: by the shapes if only one size fits, as with channels and whole layers.
+      tiles: as in `from_gptq`; float8_e5m2 is never reordered. Pass False if the weights are
+        multiplied by rows in 8 bits, or by rows in float16 and have scales for blocks.
     """
     sizes: Any = block_size
     if sizes is not None and not (
@@ -186,7 +206,19 @@ def from_8_bits(
     )
     wide = weight_scale if weight_scale.dtype == E8M0 else weight_scale.astype(np.float32)
     wide = wide.reshape(*lead, *(*shape[len(lead) :], 1, 1)[:2])
-    return _scaled("weight_scale", weight, wide, tuple(stated))
+    return _scaled("weight_scale", weight, wide, tuple(stated), tiles)
+
+
+def in_tiles(weights: Any) -> Any:
+    """Returns weights that are stored [..., out, in] in tiles, if kernels read these."""
+    if not isinstance(weights, ScaledArray) or weights.dtype.name not in packing.TILED:
+        return weights
+    zeros, sizes = weights.zeros, weights.shape[-2:]
+    out, depth = sizes[::-1] if weights.transposed else sizes
+    group = scaled.stored_block(weights)[-1]
+    fits = weights.size and not (out % packing.TILE or depth % packing.TILE)
+    fits = fits and (group is None or group >= depth or group % packing.LEAST_SCALED == 0)
+    return weights.tile() if fits and (zeros is None or zeros.dtype == np.int8) else weights
 
 
 def flat(config: Any) -> dict[str, Any]:
@@ -247,10 +279,11 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
         methods = ("gptq",) if "g_idx" in own else ("gptq", "awq")
         if _said(config, "quant_method", methods) == "awq":
             _said(config, "version", ("gemm", "GEMM"), "gemm")
-            made = from_awq(*words, group_size=size)
+            made = from_awq(*words, group_size=size, tiles=False)
         else:
             of = _said(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-            made = from_gptq(*words, groups("g_idx"), v2=of == "gptq_v2", group_size=size)
+            options: Any = {"v2": of == "gptq_v2", "group_size": size, "tiles": False}
+            made = from_gptq(*words, groups("g_idx"), **options)
             if _said(config, "sym", (True, False), False):
                 if np.any(made.zeros):
                     raise ArgumentValueError(
@@ -264,12 +297,13 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
         _, size = _block_size(config) or (None, None)
         words = own["weight_packed"], own["weight_scale"], own.get("weight_shape")
         zeros = own.get("weight_zero_point")
-        made = from_compressed_tensors(*words, zeros, groups("weight_g_idx"), group_size=size)
+        words = *words, zeros, groups("weight_g_idx")
+        made = from_compressed_tensors(*words, group_size=size, tiles=False)
     else:
         _said(config, "quant_method", ("fp8", "fbgemm_fp8", "compressed-tensors"), "fp8")
         _said(config, "num_bits", (8,), 8)
         scale = own.get("weight_scale", own.get("weight_scale_inv"))
-        made = from_8_bits(own["weight"], scale, block_size=_block_size(config))
+        made = from_8_bits(own["weight"], scale, block_size=_block_size(config), tiles=False)
     made = made.mT
     (rows, group), out = made.block, len(made)
     if not rows or out % rows:  # blocks of the gate must not reach into `up`, which is next to it
@@ -293,7 +327,7 @@ def mxfp4(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
     """Returns all experts' weights [experts, in, out] of gpt-oss's tensors."""
     check(config)
     _said(config, "quant_method", ("mxfp4",), "mxfp4")
-    return from_mxfp4(own["_blocks"], own["_scales"])
+    return from_mxfp4(own["_blocks"], own["_scales"], tiles=False)
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -356,7 +390,13 @@ def _size(name: str, value: Any) -> int | None:
 
 
 def _int4(
-    values: Any, swaps: bool, order: Any, zero: int, group_size: int | None, **arrays: Any
+    values: Any,
+    swaps: bool,
+    order: Any,
+    zero: int,
+    group_size: int | None,
+    tiles: bool,
+    **arrays: Any,
 ) -> ScaledArray:
     """Returns a scaled array of bytes [..., out, in / 2]; 8 has been added to each number.
 
@@ -390,15 +430,18 @@ def _int4(
                     "without it, read the experts in 16 bits, or sort their rows: "
                     '"Act order" in the documentation.'
                 )
-    stated = None, size
-    return _scaled(of_scales, values ^ np.uint8(0x88), scales, stated, packed="int4", zeros=zeros)
+    stated, values = (None, size), values ^ np.uint8(0x88)
+    return _scaled(of_scales, values, scales, stated, tiles, packed="int4", zeros=zeros)
 
 
-def _scaled(name: str, values: Any, scales: Any, stated: Any, **packed: Any) -> ScaledArray:
-    """Returns a scaled array [..., in, out] of arrays [..., out, in].
+def _scaled(
+    name: str, values: Any, scales: Any, stated: Any, tiles: bool, **packed: Any
+) -> ScaledArray:
+    """Returns a scaled array [..., in, out] of arrays [..., out, in], with `tiles` in tiles if apt.
 
     `stated` are the sizes of a block along (out, in), -1 for all and None if the shapes tell it.
     """
+    messages.check_bool(tiles=tiles)
     shape = (*values.shape[:-1], 2 * values.shape[-1]) if packed else values.shape
     block: list[int | None] = [1 for _ in shape[2:]]
     for size, count, of in zip(shape[-2:], scales.shape[-2:], stated, strict=True):
@@ -412,7 +455,8 @@ def _scaled(name: str, values: Any, scales: Any, stated: Any, **packed: Any) -> 
             "which `quantization_config` in config.json has, exactly one size must fit the shapes, "
             "and the last block may be partial."
         )
-    return ScaledArray(values, scales, tuple(block), **packed).mT
+    made = ScaledArray(values, scales, tuple(block), **packed).mT
+    return in_tiles(made) if tiles else made
 
 
 def _along(size: int, count: int, stated: int | None) -> int | None:

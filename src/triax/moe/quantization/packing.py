@@ -7,6 +7,7 @@ gpt-oss's checkpoint and in the int32 words of GPTQ.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,6 +23,9 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 TILE = 64
 """The columns, and the depth, of a tile."""
+
+LEAST_SCALED = 32
+"""Divides the depth of every block with a scale, in weights that kernels read themselves."""
 
 TILES_VERSION = 1
 """The version of the order of bits in tiles, of scales in them, and of the sizes of a tile."""
@@ -92,6 +96,23 @@ def tile(values: Any, packed: str) -> Any:
 
     Columns and depth are multiples of 64. NumPy arrays stay on the host.
     """
+    if not isinstance(values, np.ndarray):
+        return _tiled(values, packed)
+    *lead, columns, size = values.shape
+    count = math.prod(lead) * columns // TILE
+    rows = values.reshape(count, TILE, size)
+    depth = size * (2 if packed in _BITS else 1)
+    words = np.empty((count, depth // TILE, words_of_tile(packed)), np.int32)
+
+    def fill(row: int) -> None:
+        words[row] = _tiled(rows[row], packed)[0]
+
+    with ThreadPoolExecutor() as threads:  # each row of tiles fits into a core's cache
+        list(threads.map(fill, range(count)))
+    return words.reshape(*lead, columns // TILE, *words.shape[1:])
+
+
+def _tiled(values: Any, packed: str) -> Any:
     n = values.ndim - 2
     num_words, order = _of_threads(packed)
     values = _split(_split(values, n + 1, (-1, 2, 4, num_words, 2)), n, (-1, 4, 2, 8))
