@@ -111,7 +111,7 @@ def result_aval(
 def no_vmapped_axes() -> AbstractContextManager[Any]:
     """A context in which all explicit mesh axes may be used, also the axes that `vmap` hides.
 
-    Under `vmap` JAX hides the axes over which the batch is cut from the mapped function.
+    Under `vmap` the mapped function does not see the axes over which the batch is sharded.
     """
     taken = getattr(_core.get_axis_env(), "explicit_mesh_axis_names", None)
     if not taken:
@@ -188,7 +188,7 @@ def lowering_devices(ctx: Any) -> tuple[Any, ...]:
 
 
 def num_partitions(ctx: Any) -> int:
-    """Returns the number of devices that XLA cuts the program over; 1 inside `shard_map`.
+    """Returns the number of devices over which XLA partitions the program; 1 inside `shard_map`.
 
     It is also 1 if neither devices nor a mesh are known, as in programs for an `AbstractMesh`.
     """
@@ -198,13 +198,13 @@ def num_partitions(ctx: Any) -> int:
 
 
 def spec_of(array: Any, mesh: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes over which XLA cuts an array; () if mesh axes cannot express it."""
+    """Returns the mesh axes over which XLA shards an array; () if mesh axes cannot express it."""
     if array.sharding is None:
         return ()
     xla = array.sharding._to_xla_hlo_sharding(len(array.shape))
     try:
         return tuple(_sharding_impls.parse_flatten_op_sharding(xla, mesh)[0])
-    except Exception:  # XLA cuts over a part of an axis
+    except Exception:  # it is sharded over a part of an axis
         return ()
 
 

@@ -131,8 +131,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
 
     Returns:
       One `Explanation` per call, in program order. A call in a loop's body is listed once. The
-      list shows as text, and in a notebook as a table. Calls in functions that XLA cuts over
-      devices, when it compiles the program, are not among them: a warning says how many there are.
+      list shows as text, and in a notebook as a table. Functions that XLA partitions over devices
+      while it compiles the program are not looked into: a warning says how many there are.
 
     Raises:
       MissingDependencyError: Triton is not installed, and so there are no calls.

@@ -14,8 +14,11 @@ from triax.moe.shared import arguments
 
 
 class ResolvedActivation(NamedTuple):
-    """A checked activation: what kernels need of it, and the activation itself if it is a JAX
-    function, for which there is no kernel."""
+    """A checked activation.
+
+    `spec` is what kernels compute. `function` is the activation if it is a JAX function, for which
+    there is no kernel.
+    """
 
     spec: GluSpec
     function: Callable[..., Any] | None

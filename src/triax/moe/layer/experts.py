@@ -112,8 +112,9 @@ class Experts:
         copied, one after another, into one stack [experts, out, in]. gpt-oss's floats stay maps of
         files, and so do its quantized weights without `tiles`.
 
-        What decides a number is in `config` under a key that is known for its `model_type`, or in
-        the shapes, or an argument. A key that is not known is an error, which names it.
+        Nothing that decides a number is guessed: it comes from a key of `config` that is known for
+        its `model_type`, from the shapes, or from an argument. An unknown key is an error that
+        names it.
 
         Args:
           tensors: arrays by name, such as a `moe.Checkpoint`.
@@ -123,8 +124,8 @@ class Experts:
           activation: as in `Experts`; None is what `config` says for its `model_type`.
           interleaved: as in `Experts`, for layers with one `gate_up_proj`; None is what is known of
             the `model_type`.
-          progress: such as tqdm: called with the range of experts whose tensors are copied, returns
-            an iterator of each of them, in any order.
+          progress: such as tqdm: a function that gets the range of experts whose tensors are
+            copied, and returns an iterator over them, in any order.
           tiles: of quantized weights, as in `from_gptq` and `from_8_bits`.
 
         Raises:

@@ -2,7 +2,7 @@
 
 Without a capacity no token depends on another, so each device can take its own tokens through the
 layer. XLA cannot infer this op by op, because rows are sorted globally. On a mesh with explicit
-axes, types show how tokens are cut while the layer is traced.
+axes, types show how tokens are sharded while the layer is traced.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -
         return _spread(options, x, routing, experts)
     run, operands = functools.partial(_run, options), (x, routing, experts)
     mesh = explicit.explicit_mesh(operands)
-    # A capacity couples tokens, and a function may close over arrays that cannot be cut.
+    # A capacity couples tokens, and a function may close over arrays, which cannot be sharded.
     if mesh is None or options.capacity is not None or callable(experts.activation):
         return run(*operands)
 
@@ -122,9 +122,10 @@ def _spread(options: Options, x: Any, routing: Routing, experts: Experts) -> Fee
 
 
 class Arrived(NamedTuple):
-    """The experts' rows, their router weights, and the rows in 8 bits if quantized.
+    """What the experts get: rows, and the router's weight of each row.
 
-    With the plan `source`, `rows` are tokens, still to be permuted.
+    `quantized` are the same rows in 8 bits, if the recipe has made them already. With the plan
+    `source`, `rows` are tokens, still to be permuted by it.
     """
 
     rows: jax.Array

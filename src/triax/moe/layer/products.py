@@ -1,8 +1,9 @@
 """Computes a layer's products, in the dtype of the tokens or in 8 bits as a recipe says.
 
-`quantize` rounds the operands of rows times weights, and of the incoming gradient times weights.
-The weights' gradient is computed from rows and gradient in their own dtype, unless the recipe says
-otherwise; the trained weights keep all their bits.
+With a recipe, the operands of two products are rounded by `quantize`: rows times weights, and the
+incoming gradient times weights. The third product, of rows and gradient, is the weights' gradient:
+its operands keep their own dtype, unless the recipe has a `weight_gradient`. The trained weights
+keep all their bits.
 
 The first product's rows are copies of tokens, and the second's are summed to tokens. Tokens are
 quantized before they are copied, and so are their gradients: tokens are fewer than rows.

@@ -33,7 +33,7 @@ class Recipe:
         otherwise promote to float32 every 128 products.
       weight_gradient: the scaling of rows times the incoming gradient, summed over each expert's
         rows. "rows" has a scale for each expert and column, of the rows and of the gradient; if
-        rows are cut over devices, for each device too.
+        rows are sharded over devices, for each device too.
 
     Raises:
       ArgumentTypeError: `fast_sums` is not a bool.

@@ -29,8 +29,8 @@ def quantized_outer(
     """Sums left × right over the rows of each group, both rounded to 8 bits.
 
     The numbers of a group in one column share a scale, computed as in `quantize`. Sums are computed
-    as in `ragged_dot` of scaled arrays. If rows are cut over devices, each part of a group has its
-    own scales, and the parts' products are summed.
+    as in `ragged_dot` of scaled arrays. If rows are sharded over devices, each part of a group has
+    its own scales, and the parts' products are summed.
 
     Args:
       left: float [rows, left].

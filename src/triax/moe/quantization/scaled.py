@@ -380,7 +380,7 @@ def _reordered(array: ScaledArray, reorder: Callable[[Any], Any]) -> dict[str, A
 
 
 def _whole(values: Any, rank: int) -> Any:
-    """Returns values whose last dimensions, `rank` of them, are not cut over explicit axes."""
+    """Returns values whose last dimensions, `rank` of them, are not sharded over explicit axes."""
     if isinstance(values, np.ndarray):
         return values
     return explicit.gathered(values, *range(values.ndim - rank))

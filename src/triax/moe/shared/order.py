@@ -17,8 +17,8 @@ from triax.sharding import automatic, explicit
 def after(x: jax.Array, other: jax.Array) -> jax.Array:
     """Returns `x`, scheduled after `other`.
 
-    Programs that are cut over several devices outside of `shard_map` keep XLA's own order: `other`
-    may be a sum over devices, for which they should not wait.
+    Programs that XLA itself partitions over several devices keep XLA's own order: there `other` may
+    be a sum over devices, for which `x` should not wait.
     """
     if explicit.sharding_of(x) is not None:
         return x
