@@ -45,7 +45,7 @@ def gradients(
     call: Call, gate_up: Any, up: Any, row_weights: Any, *, gradient: Any, again: bool
 ) -> tuple[dict[str, Any], Any]:
     """Returns the operands' gradients by name, and with `again` the result of glu."""
-    of = call.like(glu_grad, again=again)
+    of = call.replace(glu_grad, again=again)
     d_gate_up, d_up, d_row_weights, out = of(gate_up, up, row_weights, gradient)
     if d_row_weights is not None:
         d_row_weights = d_row_weights.astype(row_weights.dtype)

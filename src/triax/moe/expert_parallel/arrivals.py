@@ -124,11 +124,11 @@ def exchanged(
         num_rows = arguments.integer("num_rows", num_devices * pairs, 0)
     weights, experts = gathered(weights), gathered(experts)
     experts = jnp.where((experts >= 0) & (experts < num_experts), experts, -1)
-    axis, how = _Axis(axis_name, num_devices, num_local), {"implementation": implementation}
-    given = _Given(x, weights, experts, scales, axis, num_rows, how)
+    axis, path = _Axis(axis_name, num_devices, num_local), {"implementation": implementation}
+    operands = _Operands(x, weights, experts, scales, axis, num_rows, path)
     if scheme == "choice":
-        return _send_choices(given, capacity)
-    return _send_tokens(given, limit, exchange == "padded")
+        return _send_choices(operands, capacity)
+    return _send_tokens(operands, limit, exchange == "padded")
 
 
 class _Axis(NamedTuple):
@@ -137,7 +137,7 @@ class _Axis(NamedTuple):
     experts: int  # of each device
 
 
-class _Given(NamedTuple):
+class _Operands(NamedTuple):
     """The checked arguments of `exchanged`; each device receives up to `num_rows`."""
 
     x: jax.Array
@@ -146,25 +146,25 @@ class _Given(NamedTuple):
     scales: Any
     axis: _Axis
     num_rows: int
-    how: dict[str, Any]
+    path: dict[str, Any]
 
 
-def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
+def _send_tokens(operands: _Operands, capacity: int, padded: bool) -> Dispatched:
     """Sends each token once to each device that needs it, and plans rows for received tokens."""
-    x, weights, experts, scales, axis, num_rows, how = given
+    x, weights, experts, scales, axis, num_rows, path = operands
     top_k = experts.shape[1]
     routed = experts >= 0
     device_of = jnp.where(routed, experts // axis.experts, -1)
     devices = jnp.arange(axis.devices, dtype=jnp.int32)[None, None, :]
     needed = jnp.any(device_of[:, :, None] == devices, axis=1)
-    sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **how)
+    sent = make_plan_from_mask(needed, min(top_k, axis.devices), capacity=capacity, **path)
     room = axis.devices * capacity
     ways: Ways | Plan = (
         padded_plan(sent, capacity) if padded else ragged_ways(sent, room, axis.name)
     )
 
     def to_devices(array: jax.Array) -> jax.Array:
-        return send(array, ways, room, axis.name, **how)
+        return send(array, ways, room, axis.name, **path)
 
     # Experts are numbered from 1, so that zeros in rows without a token mean no expert. The numbers
     # are exact in float32, and so travel with the weights.
@@ -177,7 +177,7 @@ def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
         here_experts - jax.lax.axis_index(axis.name) * axis.experts,
         axis.experts,
         num_rows=num_rows,
-        **how,
+        **path,
     )
     here_scales = None if scales is None else to_devices(scales)
     num_dropped = received.num_dropped
@@ -197,11 +197,11 @@ def _send_tokens(given: _Given, capacity: int, padded: bool) -> Dispatched:
     )
 
 
-def _send_choices(given: _Given, capacity: int | None) -> Dispatched:
+def _send_choices(operands: _Operands, capacity: int | None) -> Dispatched:
     """Sends each pair of token and expert as a row, straight to its place on the other device."""
-    x, weights, experts, scales, axis, num_rows, how = given
-    sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **how)
-    moved: Any = permute(x, sent, weights, scales, **how)
+    x, weights, experts, scales, axis, num_rows, path = operands
+    sent = make_plan(experts, axis.experts * axis.devices, capacity=capacity, **path)
+    moved: Any = permute(x, sent, weights, scales, **path)
     counts = sent.group_sizes.reshape(axis.devices, axis.experts)
     slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, num_rows)
 

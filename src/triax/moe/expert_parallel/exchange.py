@@ -106,24 +106,24 @@ def ragged(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any) -> ja
 
     Rows between slices are zeros, also in the gradient.
     """
-    how = {"num_rows": num_rows, "axis_name": axis_name}
-    moved: jax.Array = _exchange(rows, slices, implementation=None, **how)
+    options = {"num_rows": num_rows, "axis_name": axis_name}
+    moved: jax.Array = _exchange(rows, slices, implementation=None, **options)
     return moved
 
 
-def _there(rows: jax.Array, slices: Slices, *, implementation: None, **how: Any) -> jax.Array:
-    return move(rows, _cut(slices, max(1, _PIECES // slices.sizes.shape[1])), **how)
+def _there(rows: jax.Array, slices: Slices, *, implementation: None, **options: Any) -> jax.Array:
+    return move(rows, _cut(slices, max(1, _PIECES // slices.sizes.shape[1])), **options)
 
 
 def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
     num_sent = arguments[0].shape[0]
 
-    def forth(slices: Slices, moving: dict[str, jax.Array]) -> jax.Array:
-        moved: jax.Array = call(moving["rows"], slices)
+    def forth(slices: Slices, tangents: dict[str, jax.Array]) -> jax.Array:
+        moved: jax.Array = call(tangents["rows"], slices)
         return moved
 
     def back(slices: Slices, gradient: jax.Array) -> dict[str, jax.Array]:
-        return {"rows": call.like(num_rows=num_sent)(gradient, slices.reversed())}
+        return {"rows": call.replace(num_rows=num_sent)(gradient, slices.reversed())}
 
     return linear.call(forth, back, arguments[1], {"rows": tangents[0]}, result)
 
@@ -165,13 +165,13 @@ def _cut(slices: Slices, count: int) -> Pieces:
         return piece * each + jnp.minimum(piece, rest), each + (piece < rest).astype(jnp.int32)
 
     starts, sizes = cut(slices.sizes)
-    found = (
+    pieces = (
         slices.offsets[..., None] + starts,
         sizes,
         slices.targets[..., None] + starts,
         cut(slices.received_sizes)[1],
     )
-    return Pieces(*(array.reshape(len(array), -1).astype(jnp.int32) for array in found))
+    return Pieces(*(array.reshape(len(array), -1).astype(jnp.int32) for array in pieces))
 
 
 def _emulate(rows: jax.Array, out: jax.Array, *pieces: jax.Array, axis_name: Any) -> jax.Array:

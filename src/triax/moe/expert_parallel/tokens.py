@@ -91,8 +91,8 @@ def send(
     if isinstance(ways, Plan):
         rows = permute(x, ways, implementation=implementation).rows
         return exchange.padded(rows, axis_name)
-    how = {"num_rows": num_rows, "axis_name": axis_name}
-    received: jax.Array = _send(x, ways, implementation=implementation, **how)
+    options = {"num_rows": num_rows, "axis_name": axis_name}
+    received: jax.Array = _send(x, ways, implementation=implementation, **options)
     return received
 
 
@@ -106,8 +106,8 @@ def collect(
     """Returns rows [num_rows, ...] to the tokens' devices, and sums each token's rows."""
     if isinstance(ways, Plan):
         return unpermute(exchange.padded(rows, axis_name), ways, implementation=implementation)
-    how = {"num_rows": len(rows), "axis_name": axis_name}
-    x = _collect(rows, ways, implementation=implementation, **how)
+    options = {"num_rows": len(rows), "axis_name": axis_name}
+    x = _collect(rows, ways, implementation=implementation, **options)
     return checkpoint_name(x, "triax_unpermuted_tokens")
 
 
@@ -125,9 +125,9 @@ def home_in_8_bits(
 
     The derivative is `home`'s.
     """
-    how = {"axis_name": axis_name, "dtype": dtype}
-    found: jax.Array = _home_in_8_bits(rows, ways, implementation=implementation, **how)
-    return found
+    options = {"axis_name": axis_name, "dtype": dtype}
+    tokens: jax.Array = _home_in_8_bits(rows, ways, implementation=implementation, **options)
+    return tokens
 
 
 def _rounded(
@@ -141,8 +141,8 @@ def _rounded(
 def _rounded_derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
     axis_name, num_rows = call.options["axis_name"], len(arguments[0])
 
-    def along(ways: Any, moving: dict[str, jax.Array]) -> jax.Array:
-        return home(moving["rows"], ways, axis_name)
+    def along(ways: Any, tangents: dict[str, jax.Array]) -> jax.Array:
+        return home(tangents["rows"], ways, axis_name)
 
     def back(ways: Any, cotangent: jax.Array) -> dict[str, jax.Array]:
         if isinstance(ways, Plan):
@@ -171,9 +171,9 @@ def _to_tokens(
 
 
 def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
-    transpose = call.like(_collect if call.op is _send else _send)
+    transpose = call.replace(_collect if call.op is _send else _send)
     return linear.call(
-        lambda ways, moving: call(moving["rows"], ways),
+        lambda ways, named: call(named["rows"], ways),
         lambda ways, cotangent: {"rows": transpose(cotangent, ways)},
         arguments[1],
         {"rows": tangents[0]},

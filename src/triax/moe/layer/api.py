@@ -14,7 +14,7 @@ from triax.compat import jax_private
 from triax.errors import ArgumentTypeError
 from triax.moe.layer import parts, recipes
 from triax.moe.layer.experts import NOT_8_BITS, Experts, check_sizes, checked
-from triax.moe.layer.parts import FeedForward, Options
+from triax.moe.layer.parts import FeedForward, LayerOptions
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import Recipe, Scaling
 from triax.moe.router.ops import choose_and_scale
@@ -153,7 +153,7 @@ def feed_forward(
             floats[f"experts.{name}{jax.tree_util.keystr(path)}"] = array
     implementations.check(implementation, floats=True, **floats)
     products = Products(recipe, experts.transposed, implementation)
-    options = Options(capacity, axis_name, products, _check_keep(keep))
+    options = LayerOptions(capacity, axis_name, products, _check_keep(keep))
     out = parts.feed_forward(options, x, routing, experts)
     if not lead:
         return out

@@ -27,7 +27,7 @@ from triax.moe.shared.order import after
 from triax.sharding import linear
 
 
-class _Fixed(NamedTuple):
+class _Consts(NamedTuple):
     """The operands without a gradient; `source` and `target` are plans, as in `multiply`.
 
     `made` is the result of `glu` if there is one. Derivatives compute it again.
@@ -42,7 +42,7 @@ class _Fixed(NamedTuple):
 
 
 def multiply(
-    how: Products,
+    products: Products,
     rows: jax.Array,
     matrix: Matrix,
     sizes: jax.Array,
@@ -57,16 +57,18 @@ def multiply(
     `rows` are tokens, still to be permuted; with the plan `target`, the result is summed to tokens.
     """
     bias_weights = None if matrix.bias is None else bias_weights
-    if how.recipe is None:
+    if products.recipe is None:
         bias = {"bias": matrix.bias, "bias_weights": bias_weights}
-        return how.forward(rows, matrix, sizes, rows.dtype, **bias)
-    fixed = _Fixed(sizes, matrix.in_8_bits, quantized, source, target)
-    operands = rows, matrix.weights, matrix.bias, bias_weights, fixed
-    return _kept(_dot(*operands, how=how, implementation=how.implementation), target)
+        return products.forward(rows, matrix, sizes, rows.dtype, **bias)
+    consts = _Consts(sizes, matrix.in_8_bits, quantized, source, target)
+    operands = rows, matrix.weights, matrix.bias, bias_weights, consts
+    return _residual(
+        _dot(*operands, products=products, implementation=products.implementation), target
+    )
 
 
 def multiply_glu(
-    how: Products,
+    products: Products,
     rows: jax.Array,
     matrices: list[Matrix],
     sizes: jax.Array,
@@ -78,7 +80,7 @@ def multiply_glu(
     Returns None where no kernel does both: it takes 16 bits, and gate and up in one array.
     """
     (weights, bias, _), *more = matrices
-    simple = how.recipe is None and not isinstance(weights, ScaledArray)
+    simple = products.recipe is None and not isinstance(weights, ScaledArray)
     arrays = [a for a in (rows, weights, bias, row_weights) if a is not None]
     fit = rows.dtype.itemsize == 2 and all(a.size and a.dtype.itemsize <= 4 for a in arrays)
     if more or activation.function is not None or not (simple and fit):
@@ -90,15 +92,15 @@ def multiply_glu(
         bias,
         row_weights,
         spec=activation.spec,
-        transposed=how.transposed,
+        transposed=products.transposed,
         options=Options(rows.dtype, None),
-        implementation=implementations.fit(how.implementation, rows, floats=True),
+        implementation=implementations.fit(products.implementation, rows, floats=True),
     )
     return checkpoint_name(gate_up, "triax_ragged_dot"), out
 
 
 def glu_multiply(
-    how: Products,
+    products: Products,
     gate_up: Any,
     row_weights: jax.Array | None,
     matrix: Matrix,
@@ -113,17 +115,17 @@ def glu_multiply(
     arrays.
     """
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
-    fixed = _Fixed(sizes, matrix.in_8_bits, target=target, made=made)
-    operands = gate, up, row_weights, matrix.weights, matrix.bias, fixed
-    options = {"how": how, "activation": activation}
+    consts = _Consts(sizes, matrix.in_8_bits, target=target, made=made)
+    operands = gate, up, row_weights, matrix.weights, matrix.bias, consts
+    options = {"products": products, "activation": activation}
     if activation.function is not None:  # a function made anew in each call would fill the cache
-        out = Call(_glu_dot, how.implementation, options)(*operands)
+        out = Call(_glu_dot, products.implementation, options)(*operands)
     else:
-        out = _glu_dot(*operands, implementation=how.implementation, **options)
-    return out if how.recipe is None else _kept(out, target)
+        out = _glu_dot(*operands, implementation=products.implementation, **options)
+    return out if products.recipe is None else _residual(out, target)
 
 
-def _kept(out: jax.Array, target: Plan | None) -> jax.Array:
+def _residual(out: jax.Array, target: Plan | None) -> jax.Array:
     name = "triax_ragged_dot" if target is None else "triax_unpermuted_tokens"
     return checkpoint_name(out, name)
 
@@ -133,31 +135,31 @@ def _multiply(
     weights: Any,
     bias: Any,
     bias_weights: Any,
-    fixed: _Fixed,
+    consts: _Consts,
     *,
-    how: Products,
+    products: Products,
     implementation: Any,
 ) -> jax.Array:
-    quantized: Any = fixed.quantized
+    quantized: Any = consts.quantized
     if quantized is None:
-        quantized = how.moved(how.quantized(how.recipe.forward, rows), fixed.source)
-    matrix = Matrix(weights, bias, fixed.in_8_bits)
+        quantized = products.moved(products.quantized(products.recipe.forward, rows), consts.source)
+    matrix = Matrix(weights, bias, consts.in_8_bits)
     biases = {"bias": bias, "bias_weights": bias_weights}
-    out = how.forward(quantized, matrix, fixed.sizes, rows.dtype, **biases)
-    return how.summed(out, fixed.target)
+    out = products.forward(quantized, matrix, consts.sizes, rows.dtype, **biases)
+    return products.summed(out, consts.target)
 
 
 def _multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
-    how: Products = call.options["how"]
+    products: Products = call.options["products"]
 
-    def back(moving: set[str], operands: Any, gradient: jax.Array) -> dict[str, Any]:
-        rows, weights, bias, bias_weights, fixed = operands
-        matrix, moves = Matrix(weights, bias, fixed.in_8_bits), (fixed.source, fixed.target)
-        found = how.other_gradients(
-            moving, rows, gradient, matrix, fixed.sizes, bias_weights, *moves
+    def back(active: set[str], operands: Any, gradient: jax.Array) -> dict[str, Any]:
+        rows, weights, bias, bias_weights, consts = operands
+        matrix, moves = Matrix(weights, bias, consts.in_8_bits), (consts.source, consts.target)
+        gradients = products.other_gradients(
+            active, rows, gradient, matrix, consts.sizes, bias_weights, *moves
         )
-        d_rows = how.rows_gradient(gradient, matrix, fixed.sizes, rows.dtype, fixed.target)
-        return found | {"rows": how.summed(d_rows, fixed.source)}
+        d_rows = products.rows_gradient(gradient, matrix, consts.sizes, rows.dtype, consts.target)
+        return gradients | {"rows": products.summed(d_rows, consts.source)}
 
     # `quantized` gets no gradient: the gradient of `rows` is complete.
     primals = *primals[:-1], primals[-1]._replace(quantized=None)
@@ -171,55 +173,57 @@ def _glu_multiply(
     row_weights: Any,
     weights: Any,
     bias: Any,
-    fixed: _Fixed,
+    consts: _Consts,
     *,
-    how: Products,
+    products: Products,
     activation: ResolvedActivation,
     implementation: Any,
 ) -> jax.Array:
     operands = gate, up, row_weights, activation
-    scaling = None if how.recipe is None else how.recipe.forward
-    inner: Any = fixed.made
+    scaling = None if products.recipe is None else products.recipe.forward
+    inner: Any = consts.made
     if scaling == "rows":
         inner = activate_quantized(*operands, DTYPES[0], implementation=implementation)
     elif inner is None:
         inner = activate(*operands, implementation=implementation)
     if scaling == "blocks":
-        inner = how.quantized(scaling, inner)
-    matrix = Matrix(weights, bias, fixed.in_8_bits)
+        inner = products.quantized(scaling, inner)
+    matrix = Matrix(weights, bias, consts.in_8_bits)
     biases = {"bias": bias, "bias_weights": None if bias is None else row_weights}
-    return how.summed(how.forward(inner, matrix, fixed.sizes, gate.dtype, **biases), fixed.target)
+    return products.summed(
+        products.forward(inner, matrix, consts.sizes, gate.dtype, **biases), consts.target
+    )
 
 
 def _glu_multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
-    how: Products = call.options["how"]
+    products: Products = call.options["products"]
 
-    def back(moving: set[str], operands: Any, gradient: jax.Array) -> dict[str, Any]:
-        gate, up, row_weights, weights, bias, fixed = operands
-        matrix = Matrix(weights, bias, fixed.in_8_bits)
-        d_inner = how.rows_gradient(gradient, matrix, fixed.sizes, gate.dtype, fixed.target)
-        found, inner = activate_gradients(
+    def back(active: set[str], operands: Any, gradient: jax.Array) -> dict[str, Any]:
+        gate, up, row_weights, weights, bias, consts = operands
+        matrix = Matrix(weights, bias, consts.in_8_bits)
+        d_inner = products.rows_gradient(gradient, matrix, consts.sizes, gate.dtype, consts.target)
+        gradients, inner = activate_gradients(
             *(gate, up, row_weights, call.options["activation"], d_inner),
-            again="weights" in moving,
+            again="weights" in active,
             implementation=call.implementation,
         )
         inner = d_inner if inner is None else inner  # bias gradients do not read it
-        wanted = moving | ({"bias_weights"} if "row_weights" in moving else set())
-        others = how.other_gradients(
+        wanted = active | ({"bias_weights"} if "row_weights" in active else set())
+        others = products.other_gradients(
             wanted,
             inner,
             gradient,
             matrix,
-            fixed.sizes,
+            consts.sizes,
             None if bias is None else row_weights,
             None,
-            fixed.target,
+            consts.target,
         )
         if "bias_weights" in others:
-            found["row_weights"] += others.pop("bias_weights")
+            gradients["row_weights"] += others.pop("bias_weights")
         if "weights" in others:
-            found["gate_up"] = after(found["gate_up"], others["weights"])
-        return found | others
+            gradients["gate_up"] = after(gradients["gate_up"], others["weights"])
+        return gradients | others
 
     primals = *primals[:-1], primals[-1]._replace(made=None)
     names = "gate_up", "up", "row_weights", "weights", "bias"
@@ -234,22 +238,22 @@ def _linear(
     tangents: Any,
     out: jax.Array,
 ) -> Any:
-    """Returns the result's tangent; ``back(moving, primals, gradient)`` returns gradients."""
+    """Returns the result's tangent; ``back(active, primals, gradient)`` returns gradients."""
     named = zip(names, tangents, strict=False)
-    moving = {name: tangent for name, tangent in named if tangent is not None}
-    if not moving:  # only operands without a gradient have tangents
+    active = {name: tangent for name, tangent in named if tangent is not None}
+    if not active:  # only operands without a gradient have tangents
         return None
-    back = functools.partial(back, {*moving})
+    back = functools.partial(back, {*active})
 
-    def along(primals: Any, moving: dict[str, jax.Array]) -> jax.Array:
-        at = [names.index(name) for name in moving]
+    def along(primals: Any, tangents: dict[str, jax.Array]) -> jax.Array:
+        at = [names.index(name) for name in tangents]
         run, values = linear.in_active(call.run, primals, at)
-        return jax.jvp(run, values, [*moving.values()])[1]
+        return jax.jvp(run, values, [*tangents.values()])[1]
 
-    if call.options["how"].recipe is None:
-        return linear.call(along, back, primals, moving, out)
+    if call.options["products"].recipe is None:
+        return linear.call(along, back, primals, active, out)
     once = lambda primals, gradient: back(*_first_order(primals, gradient))
-    return linear.call(_refuse, once, primals, moving, out)
+    return linear.call(_refuse, once, primals, active, out)
 
 
 _refuse = not_differentiable(

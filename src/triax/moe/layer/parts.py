@@ -50,7 +50,7 @@ class FeedForward(NamedTuple):
     routing: Routing
 
 
-class Options(NamedTuple):
+class LayerOptions(NamedTuple):
     """The static arguments of `feed_forward`, checked; `products` holds the others."""
 
     capacity: int | None
@@ -59,7 +59,7 @@ class Options(NamedTuple):
     keep: tuple[str, ...]
 
 
-def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
+def feed_forward(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -> FeedForward:
     """Runs the layer on routed tokens."""
     if options.axis_name is not None:
         return _spread(options, x, routing, experts)
@@ -78,44 +78,44 @@ def feed_forward(options: Options, x: Any, routing: Routing, experts: Experts) -
     return explicit.shard_only(mesh, run, by_tokens, *operands)
 
 
-def _run(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
-    how: dict[str, Any] = {"implementation": options.products.implementation}
+def _run(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -> FeedForward:
+    path: dict[str, Any] = {"implementation": options.products.implementation}
     num_rows, num_experts = routing.experts.size, experts.w_down.shape[0]
     if options.capacity is not None:
         num_rows = min(num_rows, num_experts * options.capacity)
     sizes: dict[str, Any] = {"capacity": options.capacity, "num_rows": num_rows}
-    plan = make_plan(routing.experts, num_experts, **sizes, **how)
+    plan = make_plan(routing.experts, num_experts, **sizes, **path)
 
     def arrived() -> Arrived:
         if options.products.recipe is None:
-            rows, row_weights, _ = permute(x, plan, routing.weights, **how)
+            rows, row_weights, _ = permute(x, plan, routing.weights, **path)
             return Arrived(rows, row_weights)
         no_columns = jnp.zeros((x.shape[0], 0), x.dtype)
-        row_weights = permute(no_columns, plan, routing.weights, **how).weights
+        row_weights = permute(no_columns, plan, routing.weights, **path).weights
         quantized = options.products.quantized_tokens(x, plan)
         return Arrived(x, row_weights, quantized, plan)
 
     if options.products.recipe is None:
-        tokens = unpermute(_experts(options, experts, arrived, plan.group_sizes), plan, **how)
+        tokens = unpermute(_experts(options, experts, arrived, plan.group_sizes), plan, **path)
     else:
         tokens = _experts(options, experts, arrived, plan.group_sizes, plan)
     return FeedForward(tokens, plan.group_counts, plan.num_dropped, routing)
 
 
-def _spread(options: Options, x: Any, routing: Routing, experts: Experts) -> FeedForward:
+def _spread(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -> FeedForward:
     """Runs the layer inside `shard_map`, where each device holds some of the experts."""
     axis = options.axis_name
-    how: dict[str, Any] = {"implementation": options.products.implementation}
+    path: dict[str, Any] = {"implementation": options.products.implementation}
     num_experts = experts.w_down.shape[0] * jax.lax.axis_size(axis)
     operands = x, routing.weights, routing.experts
-    sent = exchanged(*operands, num_experts, axis, capacity=options.capacity, **how)
+    sent = exchanged(*operands, num_experts, axis, capacity=options.capacity, **path)
 
     def arrived() -> Arrived:
-        found = by_expert(sent, **how)
-        return Arrived(found.rows, found.weights)
+        received = by_expert(sent, **path)
+        return Arrived(received.rows, received.weights)
 
     out = _experts(options, experts, arrived, sent.group_sizes)
-    tokens = combined(out, sent.plan, None, **how)
+    tokens = combined(out, sent.plan, None, **path)
     chosen = routing.experts.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)[None]
     counts = jax.lax.psum(jnp.sum(chosen, axis=0, dtype=jnp.int32), axis)
     return FeedForward(tokens, counts, jax.lax.psum(sent.num_dropped, axis), routing)
@@ -135,7 +135,7 @@ class Arrived(NamedTuple):
 
 
 def _experts(
-    options: Options,
+    options: LayerOptions,
     experts: Experts,
     arrived: Callable[[], Arrived],
     group_sizes: Any,
@@ -144,9 +144,9 @@ def _experts(
     """Returns the experts' weighted outputs; with the plan `target`, summed to tokens.
 
     The first matmul's result, between the two halves, is a residual. The backward pass recomputes
-    all other intermediates, except for `Options.keep`.
+    all other intermediates, except for `LayerOptions.keep`.
     """
-    how: dict[str, Any] = {"implementation": options.products.implementation}
+    path: dict[str, Any] = {"implementation": options.products.implementation}
     activation = resolve(experts.activation, experts.interleaved)
     *firsts, last = matrices(experts)
     products = options.products
@@ -163,7 +163,7 @@ def _experts(
 
     def second(gate_up: Any, row_weights: Any) -> jax.Array:
         gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
-        inner = activate(gate, up, row_weights, activation, **how)
+        inner = activate(gate, up, row_weights, activation, **path)
         return ops.multiply(products, inner, last, group_sizes, row_weights, target=target)
 
     if KEPT[0] not in options.keep:

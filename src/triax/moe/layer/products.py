@@ -53,8 +53,8 @@ class Products:
     ) -> jax.Array:
         """Returns the gradient of the rows; with the plan `target`, from a gradient of tokens."""
         if self.recipe is not None:
-            kind = self.recipe.rows_gradient, gradient, self.recipe.gradient_dtype
-            gradient = self.quantized(*kind)
+            arguments = self.recipe.rows_gradient, gradient, self.recipe.gradient_dtype
+            gradient = self.quantized(*arguments)
         gradient = self.moved(gradient, target)
         return self._product("rows_gradient", gradient, matrix, sizes, dtype)
 
@@ -84,11 +84,11 @@ class Products:
         target: Plan | None,
     ) -> dict[str, Any]:
         """Returns the gradients in `wanted` of "weights", "bias" and "bias_weights", by name."""
-        moving = {"weights": matrix.weights, "bias": matrix.bias, "bias_weights": bias_weights}
-        moving = {n: array for n, array in moving.items() if n in wanted and array is not None}
-        found: dict[str, Any] = {}
-        if self.recipe is not None and self.recipe.weight_gradient and "weights" in moving:
-            del moving["weights"]
+        active = {"weights": matrix.weights, "bias": matrix.bias, "bias_weights": bias_weights}
+        active = {n: array for n, array in active.items() if n in wanted and array is not None}
+        gradients: dict[str, Any] = {}
+        if self.recipe is not None and self.recipe.weight_gradient and "weights" in active:
+            del active["weights"]
             sides: list[Any] = [
                 (rows, self.named(source), DTYPES[0]),
                 (gradient, self.named(target), self.recipe.gradient_dtype),
@@ -96,7 +96,7 @@ class Products:
             if self.transposed:
                 sides.reverse()
             (left, right), sources, dtypes = zip(*sides, strict=True)
-            found["weights"] = quantized_outer(
+            gradients["weights"] = quantized_outer(
                 left,
                 right,
                 sizes,
@@ -106,36 +106,36 @@ class Products:
                 fast_sums=self.recipe.fast_sums,
                 implementation=self.implementation,
             )
-        if moving:
+        if active:
             rows, gradient = self.moved(rows, source), self.moved(gradient, target)
 
-            def plain(moving: dict[str, Any]) -> jax.Array:
-                given = {"weights": matrix.weights, "bias": matrix.bias} | moving
-                if given["bias"] is not None:
-                    given.setdefault("bias_weights", bias_weights)
+            def plain(active: dict[str, Any]) -> jax.Array:
+                right = {"weights": matrix.weights, "bias": matrix.bias} | active
+                if right["bias"] is not None:
+                    right.setdefault("bias_weights", bias_weights)
                 dtype = rows.dtype
-                return self.dot(rows, sizes=sizes, dtype=dtype, transposed=self.transposed, **given)
+                return self.dot(rows, sizes=sizes, dtype=dtype, transposed=self.transposed, **right)
 
             # 8-bit products may be cut over other explicit axes than this product.
-            out, pull = jax.vjp(plain, moving)
-            found |= pull(explicit.cast(gradient, explicit.type_of(out)))[0]
-        return found
+            out, pull = jax.vjp(plain, active)
+            gradients |= pull(explicit.cast(gradient, explicit.type_of(out)))[0]
+        return gradients
 
     def quantized(self, scaling: Scaling | None, rows: jax.Array, dtype: str = DTYPES[0]) -> Any:
         """Returns the rows in 8 bits, or unchanged without a scaling."""
         if scaling is None:
             return rows
         block = (1, None if scaling == "rows" else BLOCK)
-        how: dict[str, Any] = {"block": block, "implementation": self.implementation}
-        return quantization.quantized(rows, dtype, **how)
+        options: dict[str, Any] = {"block": block, "implementation": self.implementation}
+        return quantization.quantized(rows, dtype, **options)
 
     def quantized_tokens(self, x: jax.Array, plan: Plan) -> ScaledArray | None:
         """Returns rows of quantized tokens, which are cheap to copy; None without a scaling."""
         scaling = self.recipe.forward
         if scaling is None:
             return None
-        found: ScaledArray = self.moved(self.quantized(scaling, jax.lax.stop_gradient(x)), plan)
-        return found
+        tokens: ScaledArray = self.moved(self.quantized(scaling, jax.lax.stop_gradient(x)), plan)
+        return tokens
 
     def dot(
         self,
@@ -161,8 +161,8 @@ class Products:
 
     def moved(self, tokens: Any, plan: Plan | None) -> Any:
         """Permutes tokens to rows; without a plan returns them unchanged."""
-        how: dict[str, Any] = {"implementation": self.implementation}
-        return tokens if plan is None else permute_scaled(tokens, plan, **how)
+        path: dict[str, Any] = {"implementation": self.implementation}
+        return tokens if plan is None else permute_scaled(tokens, plan, **path)
 
     def summed(self, rows: jax.Array, plan: Plan | None) -> jax.Array:
         """Sums rows to tokens; without a plan returns them unchanged."""

@@ -58,17 +58,17 @@ class Recipe:
 def resolve(recipe: Any, x: Any, of: str = "x") -> Recipe | None:
     """Returns the argument `recipe` as a `Recipe` or None, if it supports the dtype of `x`."""
     if recipe is None or isinstance(recipe, Recipe):
-        found = recipe
+        resolved = recipe
     elif isinstance(recipe, str) and recipe in _SCALINGS:
-        found = Recipe(recipe, recipe)  # type: ignore[arg-type]
+        resolved = Recipe(recipe, recipe)  # type: ignore[arg-type]
     else:
         raise ArgumentTypeError(
             "Argument `recipe` must be 'rows', 'blocks', a moe.Recipe or None; got "
             f"{messages.shown(recipe)}."
         )
-    if found is not None and x.dtype.itemsize > 4:
+    if resolved is not None and x.dtype.itemsize > 4:
         raise ArgumentTypeError(
             f"Argument `recipe` does not support {x.dtype}, the dtype of `{of}`. Cast tokens and "
             "weights to float32 or less."
         )
-    return found
+    return resolved

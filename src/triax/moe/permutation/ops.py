@@ -46,7 +46,7 @@ def _permute_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> P
         return {name: getattr(copies, name) for name in tangents}
 
     def gather(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
-        gather = call.like(gather_rows)
+        gather = call.replace(gather_rows)
         rows = gradients.get("rows", _no_columns(routes.num_rows))
         x, weights = gather(rows, None, gradients.get("weights"), routes)
         gathered = {"rows": x, "weights": weights}
@@ -65,7 +65,7 @@ def _gather_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Ga
 
     def copy(routes: Routes, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         x = gradients.get("x", _no_columns(routes.row_of.shape[0]))
-        copies = call.like(permute_rows)(x, gradients.get("weights"), None, routes)
+        copies = call.replace(permute_rows)(x, gradients.get("weights"), None, routes)
         return {"x": copies.rows, "weights": copies.weights}
 
     named = Gathered(tangents[0], tangents[2])
@@ -84,7 +84,7 @@ def _weigh_derivative(call: Call, primals: Any, tangents: Any, like: Any) -> jax
 
     def spread(primals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
         rows, weights, routes = primals
-        d_rows, d_weights = call.like(spread_gradient)(rows, weights, gradient, routes)
+        d_rows, d_weights = call.replace(spread_gradient)(rows, weights, gradient, routes)
         return {"rows": d_rows, "weights": d_weights}
 
     named = {"rows": tangents[0], "weights": tangents[1]}
@@ -109,7 +109,7 @@ def _spread_derivative(
         rows, weights, gradient, routes = primals
         a, b = seconds  # like rows, like weights
         d_rows, d_weights = call(a, b, gradient, routes)
-        weigh = call.like(weigh_rows)
+        weigh = call.replace(weigh_rows)
         d_gradient = weigh(a, weights, routes) + weigh(rows, b, routes)
         return {"rows": d_rows, "weights": d_weights, "gradient": d_gradient}
 

@@ -194,7 +194,7 @@ def _result_dtype(preferred: Any, dtype: Any, floats: bool) -> Any:
             f"{messages.short(preferred)}."
         ) from error
     kinds = (jnp.floating,) if floats else (jnp.floating, jnp.integer)
-    if not any(jnp.issubdtype(result, kind) for kind in kinds):
+    if not any(jnp.issubdtype(result, class_) for class_ in kinds):
         raise ArgumentTypeError(
             "Argument `preferred_element_type` must be a float"
             f"{'' if floats else ' or an integer'}; got {result} for operands of {dtype}."

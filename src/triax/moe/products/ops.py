@@ -93,7 +93,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
                 operands["gradient"] = after(gradient, cotangents["right"])
             product: Any = group_outer.of(call.implementation, options=options)
             if transposed is not None:
-                product = call.like(ragged_dot, options=options, transposed=transposed)
+                product = call.replace(ragged_dot, options=options, transposed=transposed)
             cotangents[name] = product(*(operands[key] for key in order), residuals["groups"])
         return cotangents
 
@@ -146,7 +146,7 @@ def _local(call: Call, shard: Shard, left: Any, right: Any, groups: Groups, *bia
     if shard.count(summed) == 1:
         return call.run(left, right, groups, *biases)
     options = call.options["options"]
-    wide = call.like(options=options.for_partial_sums())
+    wide = call.replace(options=options.for_partial_sums())
     sums = shard.sum(summed, wide.run(left, right, groups))
     if any(array is not None for array in biases):  # added once, not to every shard
         shape = {"dtype": sums.dtype, "num_rows": left.shape[0]}
@@ -276,7 +276,7 @@ def _bias_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) ->
         for op in (spread_bias, group_sum, bias_products):
             first, second, result = _BIAS[op.name]
             if result in kinds:
-                of_result = call.like(op, dtype=kinds[result])
+                of_result = call.replace(op, dtype=kinds[result])
                 cotangents[result] = of_result(operands[first], groups, operands[second])
         return cotangents
 
@@ -289,9 +289,9 @@ def _local_bias(call: Call, shard: Shard, first: Any, groups: Any, second: Any) 
     groups = groups_of_shard(shard, groups, num_rows)
     summed = {"group_sum": "r", "bias_products": "n"}.get(call.op.name)
     if summed is None or shard.count(summed) == 1:
-        return call.like(num_rows=num_rows).run(first, groups, second)
+        return call.replace(num_rows=num_rows).run(first, groups, second)
     dtype = call.options["dtype"]
-    wide = call.like(num_rows=num_rows, dtype=at_least_float32(dtype))
+    wide = call.replace(num_rows=num_rows, dtype=at_least_float32(dtype))
     return shard.sum(summed, wide.run(first, groups, second)).astype(dtype)
 
 
@@ -334,7 +334,7 @@ def _local_bias_gradients(
         at_least_float32(dtype) if shard.count(summed) > 1 else dtype
         for dtype, summed in zip(dtypes, "rn", strict=True)
     )
-    run = call.like(num_rows=num_rows, dtypes=wide).run
+    run = call.replace(num_rows=num_rows, dtypes=wide).run
     gradients = run(rows, groups_of_shard(shard, groups, num_rows), weights, bias)
     d_bias, d_weights = map(shard.sum, "rn", gradients)
     return d_bias.astype(dtypes[0]), d_weights.astype(dtypes[1])

@@ -32,7 +32,7 @@ def _local(
     options = call.options["options"]
     if shard.count("r") == 1:
         return call.run(left, right, left_source, right_source, groups)
-    wide = call.like(options=options.for_partial_sums())
+    wide = call.replace(options=options.for_partial_sums())
     sums = wide.run(left, right, left_source, right_source, groups)
     return shard.sum("r", sums).astype(options.dtype)
 

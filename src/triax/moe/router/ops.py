@@ -33,7 +33,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, routed: Routing) -> Any
         return jax.jvp(weigh, [logits], [tangents["logits"]])[1]
 
     def back(residuals: Any, gradient: jax.Array) -> dict[str, jax.Array]:
-        return {"logits": call.like(route_grad)(*residuals, gradient)}
+        return {"logits": call.replace(route_grad)(*residuals, gradient)}
 
     # Named like the result, so that a policy that keeps the result avoids choosing again.
     residuals = primals[0], checkpoint_name(routed.experts, "triax_routing")

@@ -116,7 +116,7 @@ class Call:
                 implementation, op.kernels, op.xla, any_bits=op.any_bits, **options
             )
 
-    def like(self, op: Op | None = None, **options: Any) -> Call:
+    def replace(self, op: Op | None = None, **options: Any) -> Call:
         """Returns the call of this op, or another one, with some options replaced."""
         return (op or self.op).of(self.implementation, **{**self.options, **options})
 

@@ -103,14 +103,14 @@ def _check_unsupported(
         "kernel_amax": "It is for quantizers; call `triax.moe.quantize` instead.",
     }
     quantizers = ("x", "kernel", "dgrad")
-    given = {
+    passed = {
         "group_offset": group_offset is not None,
         "quantizer_set": quantizer_set is not None
         and any(getattr(quantizer_set, name, quantizer_set) is not None for name in quantizers),
         "kernel_fsdp_info": kernel_fsdp_info is not None and kernel_fsdp_info[0] is not None,
         "kernel_amax": kernel_amax is not None,
     }
-    for name, is_given in given.items():
+    for name, is_given in passed.items():
         if is_given:
             raise UnsupportedError(
                 f"Argument `{name}` of grouped_dense is not supported. {remedies[name]}"

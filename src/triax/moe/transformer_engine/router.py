@@ -153,8 +153,8 @@ def fused_moe_aux_loss(
     probs = arguments.array("probs", probs, ("tokens", "experts"), jnp.floating)
     num_tokens, num_experts = probs.shape
     sizes: dict[str, Any] = {"sizes": {"experts": num_experts}, "of": "`probs`"}
-    name, kind = "tokens_per_expert", jnp.integer
-    counts = arguments.array(name, tokens_per_expert, ("experts",), kind, **sizes)
+    name, dtype_class = "tokens_per_expert", jnp.integer
+    counts = arguments.array(name, tokens_per_expert, ("experts",), dtype_class, **sizes)
     probs, counts = explicit.gathered(probs, 0), explicit.gathered(counts)
     topk = arguments.integer("topk", topk, 1)
     coeff = router.check_scale("coeff", coeff)
@@ -172,12 +172,12 @@ def _routing_map(experts: jax.Array, num_experts: int, map_format: RoutingMapFor
     return mask
 
 
-def _as_enum(name: str, value: Any, kind: type[Any]) -> Any:
-    """Returns a member of `kind` from the member itself, its name in any case, or its number."""
+def _as_enum(name: str, value: Any, enum_: type[Any]) -> Any:
+    """Returns a member of `enum_` from the member itself, its name in any case, or its number."""
     try:
-        return kind[value.upper()] if isinstance(value, str) else kind(value)
+        return enum_[value.upper()] if isinstance(value, str) else enum_(value)
     except (KeyError, ValueError):
-        names = ", ".join(repr(member.name.lower()) for member in kind)
+        names = ", ".join(repr(member.name.lower()) for member in enum_)
         raise ArgumentValueError(
-            f"Argument `{name}` must be one of {names}, or a {kind.__name__}; got {short(value)}."
+            f"Argument `{name}` must be one of {names}, or a {enum_.__name__}; got {short(value)}."
         ) from None

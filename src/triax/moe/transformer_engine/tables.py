@@ -14,7 +14,12 @@ from triax.sharding import explicit
 
 
 def as_table(
-    name: str, value: Any, last: str, kind: Any = None, num_tokens: int | None = None, of: str = ""
+    name: str,
+    value: Any,
+    last: str,
+    dtype_class: Any = None,
+    num_tokens: int | None = None,
+    of: str = "",
 ) -> jax.Array:
     """Returns an array of two or three dimensions as [tokens, `last`].
 
@@ -32,7 +37,7 @@ def as_table(
     if ndim == 3:
         value = value.reshape(value.shape[0] * value.shape[1], value.shape[2])
     sizes = {} if num_tokens is None else {"tokens": num_tokens}
-    return arguments.array(name, value, ("tokens", last), kind, sizes=sizes, of=of)
+    return arguments.array(name, value, ("tokens", last), dtype_class, sizes=sizes, of=of)
 
 
 def as_mask(routing_map: Any) -> jax.Array:
