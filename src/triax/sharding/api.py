@@ -1,4 +1,4 @@
-"""`triax.sharded`: a user's function, cut over devices by a rule."""
+"""`triax.sharded`: a user's function, sharded over devices by a rule."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ def sharded(
     cut: str | Sequence[str] = (),
     reduce: str | Sequence[str] = (),
 ) -> Callable[_Parameters, _Result]:
-    """Returns a function like `function` that each device runs on its part of the arrays.
+    """Returns a function like `function` that each device runs on its shard of the arrays.
 
     To XLA a kernel is a black box: under plain `jit` XLA gathers sharded operands, and every device
-    runs the whole call. `rule` names the dimensions, and `cut` lists those that may be cut:
+    runs the whole call. `rule` names the dimensions, and `cut` lists those that may be sharded:
 
         rms_norm = triax.sharded(rms_norm, "t h, h -> t h", cut="t")
 
-    The result does not depend on how the arrays are cut: dimensions that may not be cut, or do not
-    split into equal parts, are gathered. The function works under plain `jit`, on meshes with
-    explicit axes (results' types say how they are cut; call it under `jit`) and inside
-    `jax.shard_map`, where the arrays are parts already. Under `jax.vmap` the batch may be cut too.
+    The result does not depend on how the arrays are sharded: dimensions that may not be sharded, or
+    do not split into equal shards, are gathered. The function works under plain `jit`, on meshes
+    with explicit axes (results' types say how they are sharded; call it under `jit`) and inside
+    `jax.shard_map`, where the arrays are local already. Under `jax.vmap` the batch may be sharded.
 
-    Gradients are those of `function`, which may be or call a `jax.custom_vjp`: each part runs
-    `function` again, then its backward pass. The gradient of an array without a cut dimension, such
-    as a weight, is summed over the parts. Floats are summed in float32 or wider, and rounded once
-    to the dtype of the result or of the array.
+    Gradients are those of `function`, which may be or call a `jax.custom_vjp`: each shard runs
+    `function` again, then its backward pass. The gradient of an array without a sharded dimension,
+    such as a weight, is summed over the shards. Floats are summed in float32 or wider, and
+    rounded once to the dtype of the result or of the array.
 
     Args:
       function: takes arrays by position and options by keyword, and returns arrays. Each leaf of a
-        pytree of arrays has a place in `rule`. Given a part of the arrays, `function` must return
-        that part of the result, so it may not close over arrays, and must take sizes from its
+        pytree of arrays has a place in `rule`. Given a shard of the arrays, `function` must return
+        that shard of the result, so it may not close over arrays, and must take sizes from its
         arguments.
       rule: names the dimensions of each array, as in Shardy's sharding rules: blanks between names,
         commas between arrays, "->" between arguments and results. Dimensions of the same name have
         the same size. A scalar has no names: "t h, -> t h".
-      cut: names of dimensions that may be cut, such as "t" or "b t". Each must be in an argument
-        and in every result.
-      reduce: names that may be cut and that a result lacks: that result is the sum over the parts.
+      cut: names of dimensions that may be sharded, such as "t" or "b t". Each must be in an
+        argument and in every result.
+      reduce: names that may be sharded and that a result lacks: it is the sum over the shards.
         For a product with "t k, k n -> t n", pass "k". Add a bias, or divide a sum to get a mean,
-        outside of `function`; otherwise every part does it. Return float32 if neither the parts'
+        outside of `function`; otherwise every shard does it. Return float32 if neither the shards'
         results nor their sum may be rounded to less.
 
     Raises:
@@ -67,7 +67,7 @@ def sharded(
     parsed = rules.parse(rule)
     both = rules.names("cut", cut), rules.names("reduce", reduce)
     rules.check_cut(rule, parsed, *both)
-    # A `Split` has one letter per dimension.
+    # A `Split` has one letter for each dimension.
     known = sorted({name for part in parsed for names in part for name in names})
     if len(known) > len(string.ascii_lowercase):
         raise ArgumentValueError(

@@ -116,7 +116,7 @@ class Products:
                 dtype = rows.dtype
                 return self.dot(rows, sizes=sizes, dtype=dtype, transposed=self.transposed, **right)
 
-            # 8-bit products may be cut over other explicit axes than this product.
+            # 8-bit products may be sharded over other explicit axes than this product.
             out, pull = jax.vjp(plain, active)
             gradients |= pull(explicit.cast(gradient, explicit.type_of(out)))[0]
         return gradients
