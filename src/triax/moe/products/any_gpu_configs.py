@@ -159,15 +159,6 @@ class OuterConfig:
         return dataclasses.replace(self, num_stages=stages, block_rows=depth)
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupsConfig:
-    """A program quantizes `block_columns` columns of a group, `block_rows` rows at a time."""
-
-    block_rows: int = TILE
-    block_columns: int = 64
-    num_warps: int = 4
-
-
 def _that_fit(
     block: tuple[int, int, int],
     num_stages: int,

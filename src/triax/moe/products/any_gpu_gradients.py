@@ -10,7 +10,7 @@ import numpy as np
 
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
-from triax.moe.products.any_gpu_configs import TILE, GroupsConfig, Itemsizes, OuterConfig
+from triax.moe.products.any_gpu_configs import TILE, Itemsizes, OuterConfig
 from triax.moe.products.options import Groups, Options
 from triax.moe.products.product import GroupOuter
 from triax.moe.products.row_tiles import (
@@ -30,6 +30,7 @@ from triax.moe.shared.target import Target
 # The rows that a program reads at once for the gradients of a bias, and about how many it reads in
 # all, as measured on an H200.
 _SUM_ROWS, _ROWS_OF_PART = 32, 1024
+_COLUMNS = 64  # that a program rounds
 
 
 def needs(product: GroupOuter) -> str | None:
@@ -77,7 +78,7 @@ def quantize_groups(
     columns = rows.shape[1]
     count, num_groups = len(rows if source is None else source), bounds.shape[1] - 1
     padded = (count + (TILE - 1) * min(num_groups, count)) // TILE * TILE
-    format_, config = FORMATS[dtype], GroupsConfig()
+    format_ = FORMATS[dtype]
     return launch(
         _quantize_groups_kernel,
         rows,
@@ -90,9 +91,11 @@ def quantize_groups(
             jax.ShapeDtypeStruct((columns, padded), dtype),
             jax.ShapeDtypeStruct((num_groups, columns), jnp.float32),
         ),
-        grid=num_groups * -(-columns // config.block_columns),
-        config=config,
+        grid=num_groups * cdiv(columns, _COLUMNS),
+        num_warps=4,
         implementation=implementation,
+        BLOCK_ROWS=TILE,
+        BLOCK_COLUMNS=_COLUMNS,
         # A multiplication must not be fused with the rounding after it.
         backend_options={"enable_fp_fusion": False},
         NUM_GROUPS=num_groups,

@@ -16,7 +16,6 @@ from triax.compat import versions
 from triax.moe.products.few_rows_configs import (
     FewRowsConfig,
     FewRowsOfTilesConfig,
-    WidenConfig,
 )
 from triax.moe.products.operands import Parts, parts
 from triax.moe.products.product import RaggedDot
@@ -32,6 +31,8 @@ from triax.moe.quantization.packing import LEAST_SCALED, PACKED, TILE, TILED, wo
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
+
+_WIDENED_DEPTH = 128  # of a program that dequantizes a tile's columns
 
 
 def needs(product: RaggedDot) -> str | None:
@@ -271,7 +272,6 @@ def widen(
     if not w.packed:
         values = jax.lax.bitcast_convert_type(values, jnp.int8)
     num_groups, depth, columns = weights.shape
-    config = WidenConfig()
     result = launch(
         _widen_kernel,
         values,
@@ -280,8 +280,9 @@ def widen(
         columns,
         depth,
         out_type=jax.ShapeDtypeStruct((num_groups, columns, depth), dtype),
-        grid=num_groups * cdiv(columns, TILE) * cdiv(depth, config.block_depth),
-        config=config,
+        grid=num_groups * cdiv(columns, TILE) * cdiv(depth, _WIDENED_DEPTH),
+        num_warps=4,
+        BLOCK_DEPTH=_WIDENED_DEPTH,
         PACKED=weights.dtype.name,
         TILED=w.tiled,
         POWERS=w.has_powers,

@@ -238,11 +238,3 @@ class FewRowsOfTilesConfig:
         if eight:
             return cls(rows, 2 if rows == 8 or (rows == 16 and of_each <= 16) else 1, 3)
         return cls(rows, 1, 4 if rows == 16 else 3)
-
-
-@dataclasses.dataclass(frozen=True)
-class WidenConfig:
-    """A program dequantizes 64 columns, `block_depth` deep."""
-
-    block_depth: int = 128
-    num_warps: int = 4

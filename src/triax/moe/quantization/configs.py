@@ -59,20 +59,3 @@ class RowsConfig:
             return cls(1, 512, False, 2)
         rows = min(2048 // columns, _MAX_ROWS)
         return cls(rows, columns, True, max(1, rows * columns // (32 * 32)))
-
-
-@dataclasses.dataclass(frozen=True)
-class TilesConfig:
-    """A program takes a tile, `block_depth` rows at a time, as measured on an H200."""
-
-    block_depth: int = 64
-    num_warps: int = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class ColumnsConfig:
-    """A program takes some columns, `block_depth` rows at a time, as measured on an H200."""
-
-    block_depth: int = 256
-    block_columns: int = 64
-    num_warps: int = 8

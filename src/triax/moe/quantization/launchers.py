@@ -11,7 +11,7 @@ import numpy as np
 
 from triax.binding.launch import KernelImplementation
 from triax.errors import UnsupportedError
-from triax.moe.quantization.configs import TILE, ColumnsConfig, Kernel, RowsConfig, TilesConfig
+from triax.moe.quantization.configs import TILE, Kernel, RowsConfig
 from triax.moe.quantization.reference import FORMATS, quantize_reference
 from triax.moe.quantization.scaled import num_blocks, swapped
 from triax.moe.shared.launching import launch
@@ -20,6 +20,9 @@ from triax.moe.shared.target import Target, for_target
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
 
 _CASTS_TO_FLOAT8 = 89  # older GPUs lack the instruction, and Triton would round twice
+# Blocks as measured on an H200.
+_TILES = {"BLOCK_DEPTH": 64, "num_warps": 4}
+_COLUMNS = {"BLOCK_DEPTH": 256, "BLOCK_COLUMNS": 64, "num_warps": 8}
 
 
 def quantize(
@@ -111,13 +114,12 @@ def _quantize(
         groups, rows_of_group = math.prod(array.shape[:-2]), array.shape[-2]
         operands = array.reshape(-1), rows_of_group, depth
         if kernel == "tiles":
-            options |= {"TRANSPOSED": transposed, "TILE": TILE, "config": TilesConfig()}
+            options |= {"TRANSPOSED": transposed, "TILE": TILE, **_TILES}
             programs = groups * -(-rows_of_group // TILE) * -(-depth // TILE)
             outputs = launch(kernels._quantize_tiles_kernel, *operands, grid=programs, **options)
         else:
-            columns = ColumnsConfig()
-            programs = groups * -(-depth // columns.block_columns)
-            options["config"] = columns
+            programs = groups * -(-depth // _COLUMNS["BLOCK_COLUMNS"])
+            options |= _COLUMNS
             outputs = launch(kernels._quantize_columns_kernel, *operands, grid=programs, **options)
     swap = swapped if transposed else tuple
     return outputs[0].reshape(swap(array.shape)), outputs[1].reshape(swap(scales))
