@@ -4,7 +4,7 @@
 
 A row of bfloat16 takes twice the bytes of its values in float8_e4m3fn. Scales move along in the
 same call: `moe.permute` on one device, `moe.dispatch` between all there are. Moving changes no bit,
-so all of the error is that of quantising. With JAX_PLATFORMS=cpu there are eight virtual devices.
+so all of the error is that of quantizing. With JAX_PLATFORMS=cpu there are eight virtual devices.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def lower_for(platform: str, ctx: Any, *operands: Any, call: BoundCall) -> Seque
     if platform == "cpu" or call.implementation == "interpret":
         if may_be_dead and call.implementation is None:
             return emit.placeholder(ctx, operands, emit.INTERPRETED)
-        if exported:  # a host callback cannot be serialised
+        if exported:  # a host callback cannot be serialized
             raise UnsupportedError(
                 f"Kernel {call.display_name!r} is exported for {platform!r} to run in Triton's "
                 "interpreter, which is not part of an exported program. Export it for CUDA "

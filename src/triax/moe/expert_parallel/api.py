@@ -96,7 +96,7 @@ def dispatch(
         enough rows in the worst case, in which all tokens choose experts of one device:
         ``D * capacity * top_k`` (in scheme "choice" ``D * capacity * num_experts // D``, if that is
         less). The time of matmuls does not depend on it.
-      scales: [tokens, scales], sent along: the scales of quantised tokens.
+      scales: [tokens, scales], sent along: the scales of quantized tokens.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 

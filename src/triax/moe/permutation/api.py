@@ -84,7 +84,7 @@ def permute(
         outside of the operands.
       weights: float [tokens, top_k], moved with the tokens: each row gets the weight of its (token,
         slot). The gradient of a weight is exactly zero if its slot has no row.
-      scales: [tokens, scales], any dtype, moved with the tokens: the scales of quantised rows.
+      scales: [tokens, scales], any dtype, moved with the tokens: the scales of quantized rows.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 

@@ -42,7 +42,7 @@ These differences from TransformerEngine are intended:
   experts gets ids of -1 with weight zero, which are not routed. TransformerEngine puts other
   experts there.
 - `grouped_dense` takes the arguments after `bias` by name only, honours `precision`, and also takes
-  a kernel that is contracted over its last dimension. Rows past the groups are zero. Quantisers,
+  a kernel that is contracted over its last dimension. Rows past the groups are zero. Quantizers,
   `kernel_fsdp_info` and `kernel_amax` are refused.
 - Of equal scores the lowest expert is chosen first, as in `jax.lax.top_k`. Scores are always
   computed in float32, and scores for the auxiliary loss are returned in float32.
