@@ -78,8 +78,8 @@ def feed_forward(
         None for no limit. A dropped pair adds nothing to its token. A capacity also bounds rows.
         With `axis_name` it is the capacity of `dispatch`: the most tokens between two devices.
       axis_name: for calls inside `jax.shard_map`: the mesh axis, or axes, over which the arrays of
-        `experts` are cut. Tokens go to their experts and back by `dispatch` and `combine`; logits,
-        `bias` and `expert_scale` cover all experts.
+        `experts` are sharded. Tokens go to their experts and back by `dispatch` and `combine`;
+        logits, `bias` and `expert_scale` cover all experts.
       recipe: which products have 8-bit operands, for training: a `Recipe`; or "rows" or "blocks",
         `Recipe("rows", "rows")` and `Recipe("blocks", "blocks")`. Such a layer has gradients, but
         no forward mode and no second derivatives. `Experts.quantized` quantizes weights only once.
@@ -162,7 +162,7 @@ def feed_forward(
 
 
 def _flat(array: Any) -> jax.Array:
-    # JAX reshapes arrays with explicit axes only if these cut the first or the last dimension.
+    # JAX reshapes an array only if explicit axes shard no dimension but the first or the last.
     array = explicit.gathered(arguments.as_jax(array), 0, array.ndim - 1)
     return jnp.reshape(array, (math.prod(array.shape[:-1]), array.shape[-1]))
 

@@ -30,7 +30,8 @@ from triax.sharding import linear
 class _Consts(NamedTuple):
     """The operands without a gradient; `source` and `target` are plans, as in `multiply`.
 
-    `made` is the result of `glu` if there is one. Derivatives compute it again.
+    `made` is the result of `glu`, if the first product's kernel has computed it. Derivatives do not
+    read it: they compute it again.
     """
 
     sizes: jax.Array
@@ -77,7 +78,8 @@ def multiply_glu(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Multiplies rows as `multiply` does, and applies `glu`; returns both results.
 
-    Returns None where no kernel does both: it takes 16 bits, and gate and up in one array.
+    Returns None where no kernel does both. The one that does takes floats of 16 bits, with gate and
+    up in one array.
     """
     (weights, bias, _), *more = matrices
     simple = products.recipe is None and not isinstance(weights, ScaledArray)

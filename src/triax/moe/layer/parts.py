@@ -143,8 +143,8 @@ def _experts(
 ) -> jax.Array:
     """Returns the experts' weighted outputs; with the plan `target`, summed to tokens.
 
-    The first matmul's result, between the two halves, is a residual. The backward pass recomputes
-    all other intermediates, except for `LayerOptions.keep`.
+    The backward pass reads the first matmul's result, which is kept, and the results named in
+    `LayerOptions.keep`. It computes all else again.
     """
     path: dict[str, Any] = {"implementation": options.products.implementation}
     activation = resolve(experts.activation, experts.interleaved)

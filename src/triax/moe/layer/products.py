@@ -45,7 +45,7 @@ class Products:
     )
 
     def forward(self, rows: Any, matrix: Matrix, sizes: Any, dtype: Any, **bias: Any) -> jax.Array:
-        """Returns rows, quantized already if the recipe says so, times weights, plus the bias."""
+        """Returns rows times weights, plus the bias; rows are quantized if the recipe says so."""
         return self._product("forward", rows, matrix, sizes, dtype, **bias)
 
     def rows_gradient(
@@ -116,7 +116,7 @@ class Products:
                 dtype = rows.dtype
                 return self.dot(rows, sizes=sizes, dtype=dtype, transposed=self.transposed, **right)
 
-            # 8-bit products may be sharded over other explicit axes than this product.
+            # A product in 8 bits may be sharded over other explicit axes than this product.
             out, pull = jax.vjp(plain, active)
             gradients |= pull(explicit.cast(gradient, explicit.type_of(out)))[0]
         return gradients
@@ -155,7 +155,7 @@ class Products:
             transposed = weights.transposed
         operands = rows, weights, Groups(sizes), bias, bias_weights, transposed
         options = Options(jnp.dtype(dtype), precision or self.precision)
-        # As a context, too: plain JAX may use JAX's default, which may differ where it is traced.
+        # A context, too: plain JAX reads the default, which may differ where it is traced later.
         with jax.default_matmul_precision(self.precision):
             return multiply(*operands, options, implementation=self.implementation)
 

@@ -1,12 +1,13 @@
 """The kernel for few bfloat16 rows times weights in tiles, by `mma.sync`.
 
-A warp multiplies 64 columns, 64 of the depth at a time. Words of tiles have the weights that a
-thread multiplies (`packing.tile`), so each is widened where it has been loaded. SPLIT warps of a
-program take a part of the depth each, and their sums are added at the end.
+A warp multiplies 64 columns, 64 of the depth at a time. A word of a tile holds weights that one
+thread multiplies (`packing.tile`), so each thread widens the words that it has loaded. SPLIT warps
+of a program take a part of the depth each, and their sums are added at the end.
 
-Triton lays an operand out by the narrowest load that it is computed from. So weights are made to
-depend on a load of 8 bits (`hidden`), and each thread multiplies eight neighbours of the depth. A
-sum over the depth may take any order: these are the neighbours that a thread's words hold.
+Triton chooses the layout of an operand by the narrowest load that it is computed from: with a load
+of 8 bits each thread multiplies eight neighbours of the depth. So weights are computed from such a
+load, too, of a byte that is zero (`hidden`). A sum over the depth may take any order: these are the
+neighbours that a thread's words hold.
 
 Row tiles are those of ragged_dot's schedule. With few rows each program finds its own from the
 sizes of groups, which takes less time than a launch.
@@ -137,7 +138,7 @@ def _sums(
     first_step, steps_of_part, num_steps, depth, base = steps
     SPLIT: tl.constexpr = first_step.shape[0]
     WORDS: tl.constexpr = words.shape[1]
-    # IN_SUM: products are scaled before they are added. PARTS: of a step, with a scale each.
+    # IN_SUM: products are scaled before they are added. PARTS of a step have a scale each.
     IN_SUM: tl.constexpr = SCALE_DEPTH is not None and POWERS == 0
     DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH
     PARTS: tl.constexpr = 2 if POWERS > 0 or DEEP % _TILE != 0 else 1

@@ -23,8 +23,8 @@ def as_table(
 ) -> jax.Array:
     """Returns an array of two or three dimensions as [tokens, `last`].
 
-    Explicit axes of a mesh that cut it are gathered, except along a `last` of "hidden".
-    There must be `num_tokens`, if given: those of another argument, `of`.
+    An array that is sharded over explicit axes of a mesh is gathered, except along a `last` of
+    "hidden". There must be `num_tokens`, if given: those of another argument, `of`.
     """
     ndim = getattr(value, "ndim", 2)
     if ndim not in (2, 3):
