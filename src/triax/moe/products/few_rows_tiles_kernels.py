@@ -222,7 +222,8 @@ def _few_rows_of_tiles_kernel(
         )
         num_row_tiles = tl.max(firsts + tl.cdiv(ends - starts, BLOCK_ROWS), 0)
         last_row = tl.max(ends, 0)
-        # The same byte, loaded twice: zero. Polled loads would take longer.
+        # A number's lowest byte, xor the number, whose lowest byte then is zero. Two volatile loads
+        # of the byte would do, too, and take longer.
         byte_ptr = sizes_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
         hidden = tl.load(byte_ptr + tl.zeros([1, 1], tl.int32)).to(tl.int32)
         hidden = (hidden ^ tl.load(sizes_ptr + tl.zeros([1, 1], tl.int32))) << 24
