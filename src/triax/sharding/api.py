@@ -54,10 +54,10 @@ def sharded(
         the same size. A scalar has no names: "t h, -> t h".
       cut: names of dimensions that may be sharded, such as "t" or "b t". Each must be in an
         argument and in every result.
-      reduce: names that may be sharded and that a result lacks: it is the sum over the shards.
-        For a product with "t k, k n -> t n", pass "k". Add a bias, or divide a sum to get a mean,
-        outside of `function`; otherwise every shard does it. Return float32 if neither the shards'
-        results nor their sum may be rounded to less.
+      reduce: names that may be sharded and that a result lacks: that result is the sum over the
+        shards. For a product with "t k, k n -> t n", pass "k". Add a bias, or divide a sum to get a
+        mean, outside of `function`; otherwise every shard does it. Return float32 if neither the
+        shards' results nor their sum may be rounded to less.
 
     Raises:
       ArgumentTypeError, ArgumentValueError: `rule`, `cut` and `reduce` contradict each other or, at
