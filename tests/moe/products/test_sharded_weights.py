@@ -89,6 +89,30 @@ def test_results_travel_and_weights_stay(way, tiled, implementation, along, kind
     check(found, weights)
 
 
+@pytest.mark.sampled(2, 2)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("along", ["columns", "depth"])
+@pytest.mark.parametrize("way", WAYS)
+def test_tiles_stay_for_the_gradient_of_rows(way, along, kind):
+    weights, mesh = weights_of(*WAYS[way]), mesh_of(kind)
+    place = P(None, "a") if along == "columns" else P(None, None, "a")
+    upstream = rows()[:, :COLUMNS]
+
+    def gradient(rows, weights, upstream):
+        return jax.grad(lambda rows: jnp.sum(product(rows, weights) * upstream))(rows)
+
+    with jax.set_mesh(mesh):
+        whole = functools.partial(put, mesh, spec=P())
+        operands = whole(rows()), put(mesh, weights.tile(), place), whole(upstream)
+        program = jax.jit(gradient).lower(*operands).compile()
+        found = program(*operands)
+    shapes = [shape for _, shape, _ in MOVED.findall(program.as_text())]
+    assert all(shape.count(",") == 1 for shape in shapes)  # weights have three dimensions or more
+    exact = exactly(weights).astype(np.float32).astype(jnp.bfloat16).swapaxes(1, 2)
+    wanted = oracle.ragged_dot(np.asarray(upstream), exact, SIZES)
+    assert_close(np.asarray(found), wanted, terms=COLUMNS)
+
+
 @pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("along", ["columns", "depth"])

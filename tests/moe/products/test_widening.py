@@ -71,6 +71,28 @@ def test_8_bits_are_those_of_plain_jax(tiled, block, numbers):
     assert_same_bits(of_one_sign(found), of_one_sign(wanted))
 
 
+@pytest.mark.parametrize("block", [(1, None, 1), (1, None, None), (1, 64, 1)])
+@pytest.mark.parametrize("numbers", ["float8_e4m3fn", "int8", "int4"])
+def test_tiles_for_the_gradient_of_rows_have_all_scales(numbers, block, monkeypatch):
+    """Bit for bit as in plain JAX, and by a kernel, which does not reorder weights in memory."""
+    array = np.random.default_rng(0).standard_normal((2, 192, 128), np.float32)
+    weights = moe.quantize(array, numbers, block=block, transposed=True)
+    how = {"dtype": jnp.dtype("bfloat16"), "implementation": "interpret"}
+    with checked():
+        found = few_rows.dequantize_tiles(weights.tile(), **how)
+    assert_same_bits(found, jnp.swapaxes(weights.dequantize("bfloat16"), 1, 2))
+
+    def gradient(rows, weights):
+        product = lambda rows: moe.ragged_dot(rows, weights, np.array([3, 5]))
+        return jax.vjp(product, rows)[1](rows[:, :128])[0]
+
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    types = jax.ShapeDtypeStruct((8, 192), "bfloat16"), jax.eval_shape(weights.tile)
+    lowered = jax.jit(gradient).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    assert 'triax.kernel = "widen"' in lowered
+    assert "stablehlo.transpose" not in lowered
+
+
 @pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("dtype", ["float4_e2m1fn", "int4"])
 def test_all_numbers_times_all_powers_of_two(dtype):

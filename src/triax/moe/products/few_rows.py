@@ -28,9 +28,9 @@ from triax.moe.products.row_tiles import (
 )
 from triax.moe.products.thresholds import MOST_ROWS, MOST_SCHEDULED
 from triax.moe.quantization.packing import LEAST_SCALED, PACKED, TILE, TILED, words_of_tile
-from triax.moe.quantization.scaled import ScaledArray, widened
+from triax.moe.quantization.scaled import ScaledArray, swapped, widened
 from triax.moe.shared.launching import launch
-from triax.moe.shared.target import Target
+from triax.moe.shared.target import Target, for_target
 
 _WIDENED_DEPTH = 128  # of a program that dequantizes a tile's columns
 
@@ -248,24 +248,41 @@ def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
     )
 
 
+def dequantize_tiles(
+    weights: ScaledArray, *, dtype: Any, implementation: KernelImplementation | None
+) -> jax.Array:
+    """Dequantizes weights in tiles as `widened` does: to the stored layout, and with all scales."""
+
+    shape = swapped(weights.shape) if weights.transposed else weights.shape
+    how: dict[str, Any] = {"dtype": jnp.dtype(dtype), "implementation": implementation}
+    out_type = jax.ShapeDtypeStruct(shape, dtype)
+    result: jax.Array = for_target(_dequantize_tiles, weights, out_type=out_type, **how)
+    return result
+
+
+def _dequantize_tiles(target: Target, weights: ScaledArray, **how: Any) -> jax.Array:
+    return widen(target, weights, scaled=True, **how).values
+
+
 def widen(
     target: Target,
     weights: ScaledArray,
     dtype: Any,
     *,
     implementation: KernelImplementation | None,
+    scaled: bool = False,
 ) -> Parts:
     """Dequantizes weights of groups in memory, as `widened` does, in the stored layout.
 
-    8-bit weights with a scale for the whole depth are not multiplied by it, so that widening is
-    exact: the scale stays beside them in the result. If such weights have their columns innermost,
-    they are only taken out of tiles, and stay in 8 bits.
+    Unless `scaled`, 8-bit weights with a scale for the whole depth are not multiplied by it, so
+    that widening is exact: the scale stays beside them in the result. If such weights have their
+    columns innermost, they are only taken out of tiles, and stay in 8 bits.
     """
     from triax.moe.products.widening_kernels import _widen_kernel
 
     w = parts(weights)
     suitable = weights.transposed and (w.deep or LEAST_SCALED) % LEAST_SCALED == 0
-    is_apart = weights.dtype not in PACKED and w.deep is None
+    is_apart = weights.dtype not in PACKED and w.deep is None and not scaled
     if not suitable or not weights.size or weights.dtype.name not in TILED:
         return parts(weights.untile()) if is_apart else Parts(widened(weights, dtype))
     values = w.values.reshape(-1)
@@ -286,7 +303,7 @@ def widen(
         PACKED=weights.dtype.name,
         TILED=w.tiled,
         POWERS=w.has_powers,
-        SCALE_COLUMNS=w.wide,
+        SCALE_COLUMNS=w.wide or (None if is_apart else columns),
         SCALE_DEPTH=w.deep,
         implementation=implementation,
     )

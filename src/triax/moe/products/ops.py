@@ -20,14 +20,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from triax.errors import DifferentiationError
 from triax.moe.activations.ops import glu
-from triax.moe.products import any_gpu_gradients, choose, reference
+from triax.moe.products import any_gpu_gradients, choose, few_rows, reference
 from triax.moe.products.operands import dims, pieces
 from triax.moe.products.options import Groups, Options
 from triax.moe.quantization.scaled import ScaledArray, widened
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arrays import at_least_float32
 from triax.moe.shared.implementation import Implementation
-from triax.moe.shared.ops import Call, Op
+from triax.moe.shared.ops import Call, Op, not_differentiable
 from triax.moe.shared.order import after
 from triax.sharding import explicit, linear
 from triax.sharding.splits import Shard
@@ -85,7 +85,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
         kinds = {name: kind for name, kind in active_dtypes.items() if "bias" in name}
         cotangents = _of_bias(call, gradient, residuals, kinds) if kinds else {}
         options = dataclasses.replace(call.options["options"], dtype=dtype)
-        operands = residuals | {"gradient": gradient, "right": _in(dtype, residuals["right"])}
+        operands = residuals | {"gradient": gradient, "right": _in(dtype, residuals["right"], call)}
         for name, (other, transposed, order) in _GRADIENTS[call.options.get("transposed")].items():
             if operands[other] is None:
                 continue
@@ -100,10 +100,12 @@ def _derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:
     return linear.call(along, back, operands, active, out)
 
 
-def _in(dtype: Any, weights: Any) -> Any:
+def _in(dtype: Any, weights: Any, call: Call) -> Any:
     """Returns weights for the gradient of the rows, with a `ScaledArray` in the rows' dtype."""
     if not isinstance(weights, ScaledArray):
         return weights
+    if weights.tiled:
+        return dequantize_tiles.of(call.implementation, dtype=dtype)(weights)
     # Explicit axes may shard values and scales differently.
     parts: Any = {"scales": explicit.gathered(weights.scales)}
     if weights.zeros is not None:
@@ -178,6 +180,22 @@ def _dims(rows: Any, weights: Any, *_: Any, transposed: bool, **__: Any) -> Any:
     most = pieces(((rows, "rk"), (weights, of_weights)))
     operands = dims(rows, "rk"), dims(weights, of_weights), dims_of_groups, "gn", "r"
     return operands, "rn", "".join(dim for dim in "rkn" if most.get(dim) != 1), most
+
+
+def _dims_of_tiles(weights: ScaledArray, **_: Any) -> Any:
+    most = pieces(((weights, "gab"),))
+    shardable = "".join(dim for dim in "gab" if most.get(dim) != 1)
+    return (dims(weights, "gab"),), "gab", shardable, most
+
+
+# Dequantizes weights in tiles, for the gradient of rows. Operands: weights, as a `ScaledArray`.
+dequantize_tiles = Op(
+    "dequantize_tiles",
+    dims=_dims_of_tiles,
+    kernels=few_rows.dequantize_tiles,
+    xla=lambda weights, *, dtype: widened(weights, dtype),
+    derivative=not_differentiable("Weights in tiles have no derivative."),
+)
 
 
 # Multiplies each row by the weights of its group, which may be `transposed`. Operands: rows,

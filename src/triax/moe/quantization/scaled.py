@@ -163,8 +163,8 @@ class ScaledArray:
         """Reorders weights for `ragged_dot` with few rows; numbers and their bytes stay the same.
 
         From compute capability 8.0 on, the weights are then read and widened faster. Call it once,
-        where they are loaded. A product that widens weights in memory, such as the rows' gradient,
-        reorders them back in each call.
+        where they are loaded. Kernels read tiles for the rows' gradient, too; plain JAX reorders
+        them back in each call.
 
         A tile has 64 columns and 64 of their depth. The values are int32 [..., columns / 64, depth
         / 64, 512], or 1024 in 8 bits. Scales and zeros for blocks of the depth, [..., columns,
