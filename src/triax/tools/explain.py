@@ -14,7 +14,7 @@ from triax.compat import ptxas, triton_private
 from triax.compat.ptxas import Resources
 from triax.emitting import reading
 from triax.moe.products import choose
-from triax.moe.products.choose import Choice
+from triax.moe.products.choose import ProductChoice
 from triax.tuning import policy
 from triax.tuning.store import Timing
 
@@ -94,7 +94,7 @@ class Explanations(list[Explanation]):
     come before it need.
     """
 
-    products: tuple[Choice, ...] = ()
+    products: tuple[ProductChoice, ...] = ()
 
     def __repr__(self) -> str:
         return "\n".join(map(str, [*self, *self.products])) or "no Triton calls"

@@ -23,7 +23,7 @@ from triax.moe.shared.arrays import stored
 from triax.moe.shared.target import Target, for_target
 
 
-class Kernel(NamedTuple):
+class ProductKernel(NamedTuple):
     """A way to compute a product.
 
     Attributes:
@@ -39,7 +39,7 @@ class Kernel(NamedTuple):
     applies_glu: bool = False
 
 
-class Choice(NamedTuple):
+class ProductChoice(NamedTuple):
     """The kernel of a product, and what those before it in the list need."""
 
     product: str
@@ -51,15 +51,15 @@ class Choice(NamedTuple):
         return "\n".join([f"{self.product}: {self.kernel}", *lines])
 
 
-_choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
+_choices: contextvars.ContextVar[list[ProductChoice] | None] = contextvars.ContextVar(
     "choices", default=None
 )
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[Choice]]:
+def noted() -> Iterator[list[ProductChoice]]:
     """Lists the choices for products that are lowered inside, each once."""
-    choices: list[Choice] = []
+    choices: list[ProductChoice] = []
     token = _choices.set(choices)
     try:
         yield choices
@@ -83,21 +83,21 @@ def _takes_all(product: Product) -> None:
 
 
 RAGGED_DOT = (
-    Kernel("few_rows_of_tiles", few_rows.needs_of_tiles, few_rows.few_rows_of_tiles),
-    Kernel("few_rows", few_rows.needs, few_rows.few_rows),
-    Kernel("dequantized", few_rows.dequantizing_needs, _dequantized, applies_glu=True),
-    Kernel("sm90_8_bits", sm90_8_bits.needs, sm90_8_bits.ragged_dot),
-    Kernel("sm90_16_bits", sm90_16_bits.needs, sm90_16_bits.ragged_dot, applies_glu=True),
-    Kernel("any_gpu", _takes_all, any_gpu.ragged_dot),
+    ProductKernel("few_rows_of_tiles", few_rows.needs_of_tiles, few_rows.few_rows_of_tiles),
+    ProductKernel("few_rows", few_rows.needs, few_rows.few_rows),
+    ProductKernel("dequantized", few_rows.dequantizing_needs, _dequantized, applies_glu=True),
+    ProductKernel("sm90_8_bits", sm90_8_bits.needs, sm90_8_bits.ragged_dot),
+    ProductKernel("sm90_16_bits", sm90_16_bits.needs, sm90_16_bits.ragged_dot, applies_glu=True),
+    ProductKernel("any_gpu", _takes_all, any_gpu.ragged_dot),
 )
 GROUP_OUTER = (
-    Kernel("sm90_16_bits", sm90_16_bits.needs_of_gradients, sm90_16_bits.group_outer),
-    Kernel("any_gpu", any_gpu_gradients.needs, any_gpu_gradients.group_outer),
-    Kernel("plain JAX", _takes_all, _in_plain_jax),
+    ProductKernel("sm90_16_bits", sm90_16_bits.needs_of_gradients, sm90_16_bits.group_outer),
+    ProductKernel("any_gpu", any_gpu_gradients.needs, any_gpu_gradients.group_outer),
+    ProductKernel("plain JAX", _takes_all, _in_plain_jax),
 )
 
 
-def choose(kernels: tuple[Kernel, ...], product: Product) -> Kernel:
+def choose(kernels: tuple[ProductKernel, ...], product: Product) -> ProductKernel:
     """Returns the first kernel that takes a product; the last one takes all."""
     needs = []
     for kernel in kernels:
@@ -105,13 +105,13 @@ def choose(kernels: tuple[Kernel, ...], product: Product) -> Kernel:
         if needed is None:
             break
         needs.append((kernel.name, needed))
-    choice = Choice(str(product), kernel.name, tuple(needs))
+    choice = ProductChoice(str(product), kernel.name, tuple(needs))
     if (choices := _choices.get()) is not None and choice not in choices:
         choices.append(choice)
     return kernel
 
 
-def _run(kernels: tuple[Kernel, ...], product: Product) -> Any:
+def _run(kernels: tuple[ProductKernel, ...], product: Product) -> Any:
     """Launches the kernel of a product, and its activation where the kernel does not apply it."""
     kernel = choose(kernels, product)
     result = kernel.launch(product)
