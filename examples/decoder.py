@@ -24,9 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from triax import moe
 
+EXPERTS = P("expert")  # the mesh's axis that experts are spread over
 Array = jax.Array
 Named = Mapping[str, Any]
 Params = dict[str, Any]
@@ -44,6 +47,7 @@ class Config:
     frequencies: tuple[float, ...]  # of rotary embedding, in radians for each position
     rope_scale: float
     router: moe.Router
+    mesh: Mesh | None = None  # whose axis "expert" the experts are spread over
 
 
 class Stated(dict[str, Any]):
@@ -105,8 +109,11 @@ def rope(given: Named) -> tuple[np.ndarray, float]:
     return frequencies * (1 - slowed + slowed / factor), scale
 
 
-def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Config, Params]:
-    """Puts the weights on the device: of a `moe.Checkpoint` or its folder, or of arrays by a
+def load(
+    tensors: Named | str | Path, given: Named | None = None, mesh: Mesh | None = None
+) -> tuple[Config, Params]:
+    """Puts the weights on the device, or, if there is a mesh, on its devices, each of which gets a
+    part of the experts: of a `moe.Checkpoint` or its folder, or of arrays by a
     checkpoint's names and what its `config.json` holds. Experts stay quantized, attention is
     widened to the embedding's dtype. Raises ValueError for what is missing, or has another shape
     than `config.json` says."""
@@ -147,7 +154,10 @@ def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Confi
             raise ValueError(
                 f"`{name}` must be of the configuration's shape {wanted}; got {array.shape}."
             )
-        return array
+        return jax.device_put(array, placed(P()))
+
+    def placed(spec: P) -> NamedSharding | None:
+        return None if mesh is None else NamedSharding(mesh, spec)
 
     def layer(index: int) -> Params:
         prefix = f"model.layers.{index}."
@@ -163,13 +173,14 @@ def load(tensors: Named | str | Path, given: Named | None = None) -> tuple[Confi
             )
         found = {name: tensor(prefix + name, name) for name in own}
         experts = moe.Experts.from_checkpoint(tensors, f"{prefix}mlp", config=given)
-        return found | {"experts": jax.tree.map(jnp.asarray, experts)}
+        return found | {"experts": jax.device_put(experts, placed(EXPERTS))}
 
     head = "model.embed_tokens" if given["tie_word_embeddings"] else "lm_head"
     names = "model.embed_tokens", "model.norm", head
     embedding, norm, head = (tensor(f"{name}.weight") for name in names)
     layers = [layer(index) for index in range(len(config.windows))]
-    return config, {"embedding": embedding, "layers": layers, "norm": norm, "head.weight": head}
+    params = {"embedding": embedding, "layers": layers, "norm": norm, "head.weight": head}
+    return dataclasses.replace(config, mesh=mesh), params
 
 
 def make_cache(config: Config, params: Params, batch: int, length: int) -> Cache:
@@ -244,7 +255,19 @@ def mixture(config: Config, weights: Params, x: Array) -> Array:
     x = rms_norm(config, weights["post_attention_layernorm.weight"], x)
     router = "mlp.router" if "mlp.router.weight" in weights else "mlp.gate"
     logits = linear(weights, router, x, jnp.float32)
-    return moe.feed_forward(x, logits, weights["experts"], config.router).tokens
+    if config.mesh is None:
+        return moe.feed_forward(x, logits, weights["experts"], config.router).tokens
+
+    @functools.partial(jax.shard_map, mesh=config.mesh, in_specs=(P(), P(), EXPERTS), out_specs=P())
+    def of_all(x: Array, logits: Array, experts: moe.Experts) -> Array:
+        """All devices have all tokens, of which each runs those of its own experts."""
+        routing = moe.route(logits, config.router)
+        first = jax.lax.axis_index(*EXPERTS) * len(experts.w_down)
+        routing = routing._replace(experts=routing.experts - first)
+        return jax.lax.psum(moe.feed_forward(x, routing, experts).tokens, *EXPERTS)
+
+    flat = (of.reshape(-1, of.shape[-1]) for of in (x, logits))
+    return of_all(*flat, weights["experts"]).reshape(x.shape)
 
 
 def forward(config: Config, params: Params, cache: Cache, tokens: Array) -> Result:

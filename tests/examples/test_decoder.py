@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import logits as recorded
 from tests.examples.test_moe_layer import EXAMPLES, assert_is_in_the_gallery, load
-from tests.examples.test_serving import check_served, lowered_for_cuda
+from tests.examples.test_serving import check_served, in_jail, lowered_for_cuda
 from tests.moe.checkpoint import layers
 from tests.moe.quantization.oracle import exactly
 from triax import moe
@@ -335,3 +335,55 @@ def test_a_report_has_the_share_of_the_moe_layers(checkpoints):
     found = decoder.report(config, params, BATCH, START, STEPS)
     assert " tokens/s; " in found
     assert found.endswith("% in MoE layers")
+
+
+def mesh_of(devices):
+    return jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("expert",))
+
+
+@pytest.mark.slow("it compiles the decoder twice")
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("name", [GPT_OSS, "Qwen3-MoE"])
+def test_experts_over_two_devices(checkpoints, name):
+    alone = decoder.load(moe.Checkpoint(checkpoints(name)))
+    spread = decoder.load(moe.Checkpoint(checkpoints(name)), mesh=mesh_of(2))
+    experts = spread[1]["layers"][0]["experts"]
+    whole = jax.tree.leaves(alone[1]["layers"][0]["experts"])
+    for part, of in zip(jax.tree.leaves(experts), whole, strict=True):
+        assert part.addressable_shards[1].data.shape[0] == len(of) // 2
+    a, b = (decoder.generate(*loaded, [PROMPT, PROMPT[:3]], 5) for loaded in (alone, spread))
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow("it compiles the step twice and starts a process")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_served_with_its_weights(checkpoints, tmp_path, monkeypatch, capsys, devices):
+    """In a process that has JAX alone: the tokens of `generate`."""
+    if jax.device_count() < devices:
+        pytest.skip("needs two devices")
+    folder, step, weights = checkpoints(GPT_OSS), tmp_path / "step.bin", tmp_path / "weights.bin"
+    export = load("serving/export_decoder")
+    command = ["", str(folder), str(step), str(weights), "--length=64", f"--devices={devices}"]
+    monkeypatch.setattr("sys.argv", [*command, "--platforms", "cpu"])
+    export.main()
+    assert f"{weights.stat().st_size:,} bytes" in capsys.readouterr().out
+    serve = EXAMPLES / "serving" / "serve_decoder.py"
+    prompt = map(str, PROMPT[:7])
+    done = in_jail(tmp_path, serve, step, weights, "--steps", "6", "--prompt", *prompt)
+    assert done.returncode == 0, done.stderr
+    wanted = decoder.generate(*decoder.load(moe.Checkpoint(folder)), [PROMPT[:7]], 6)[0]
+    assert done.stdout.split() == ["next", "tokens:", *map(str, wanted)]
+
+
+def test_files_of_arrays(tmp_path):
+    """Of every dtype that weights have, and at any place in the file."""
+    arrays = load("serving/arrays")
+    names = "float32 bfloat16 float16 float8_e4m3fn float8_e5m2 float8_e8m0fnu int8 uint8 int32"
+    codes = np.arange(24, dtype=np.uint8)
+    given = [codes.view(jnp.dtype(name)).reshape(-1, 2) for name in names.split()]
+    given += [np.zeros((0, 3), np.float32), np.float32(7), codes.reshape(4, 6)[:, ::2]]
+    arrays.save(tmp_path / "arrays", given)
+    found = [*arrays.load(tmp_path / "arrays")]
+    for a, b in zip(found, given, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.tobytes() == b.tobytes()
