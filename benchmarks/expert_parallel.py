@@ -10,7 +10,7 @@ Of 8-bit tokens with their scales `dispatch` alone is timed, against bfloat16.
 
 The layer with its experts spread over the GPUs is profiled, in one part and with its tokens in two,
 so that one part could be exchanged while experts work on the other. The layer with its tokens
-cut over an explicit axis, and all experts on each GPU, is compared with one GPU that has all
+sharded over an explicit axis, and all experts on each GPU, is compared with one GPU that has all
 tokens. The record is `expert_parallel_N.json`, of N GPUs.
 
     python -m benchmarks.expert_parallel [--output FILE]

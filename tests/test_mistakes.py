@@ -730,7 +730,7 @@ MISTAKES = [
         "a dimension that is summed, in both",
         lambda: triax.sharded(norm, "t h, h -> t h, h", cut="t", reduce="t"),
         of_value,
-        r"`reduce` has 't', and so has `cut`.*are cut too.*leave the name out of `cut`",
+        r"`reduce` has 't', and so has `cut`.*are sharded too.*leave the name out of `cut`",
     ),
     Mistake(
         "an axis of the mesh",

@@ -145,7 +145,7 @@ def test_calls_that_xla_cuts_are_not_listed(monkeypatch, axis_type):
     if axis_type is AxisType.Explicit:
         assert len(triax.explain(cut, x)) == 1
     else:
-        with pytest.warns(UserWarning, match="1 functions are cut .* not listed"):
+        with pytest.warns(UserWarning, match="1 functions are partitioned .* not listed"):
             assert triax.explain(cut, x) == []
 
 

@@ -234,8 +234,8 @@ class Switchboard:
     def append(self, callback: Any) -> None:
         if not self._announced:
             raise UnsupportedError(
-                "A function that XLA cuts over devices (triax.sharded) has a host callback, such "
-                "as jax.debug.print or jax.pure_callback. Remove the callback, or call the "
+                "A function that XLA partitions over devices (triax.sharded) has a host callback, "
+                "such as jax.debug.print or jax.pure_callback. Remove the callback, or call the "
                 "function inside jax.shard_map."
             )
         self._announced = False

@@ -61,9 +61,9 @@ def check_cut(rule: str, parsed: Rule, cut: tuple[str, ...], reduce: tuple[str, 
     of_arguments = {name for names in parsed[0] for name in names}
     if not cut and not reduce:
         raise ArgumentTypeError(
-            "Argument `cut` is missing: the names of the dimensions in `rule` that may be cut. The "
-            "function must compute each element along them alike and independently, as a norm "
-            "over h computes each t in 't h, h -> t h'."
+            "Argument `cut` is missing: the names of the dimensions in `rule` that may be "
+            "sharded. The function must compute each element along them alike and independently, "
+            "as a norm over h computes each t in 't h, h -> t h'."
         )
     for argument, names in (("cut", cut), ("reduce", reduce)):
         for name in names:
@@ -80,15 +80,15 @@ def check_cut(rule: str, parsed: Rule, cut: tuple[str, ...], reduce: tuple[str, 
         if name in reduce:
             which = "`reduce`" if all(name in named for named in parsed[1]) else "`cut`"
             raise ArgumentValueError(
-                f"Argument `reduce` has {name!r}, and so has `cut`. Names in `reduce` are cut too, "
-                f"even in results that have them: leave the name out of {which}."
+                f"Argument `reduce` has {name!r}, and so has `cut`. Names in `reduce` are sharded "
+                f"too, even in results that have them: leave the name out of {which}."
             )
         for index, named in enumerate(parsed[1]):
             if name not in named:
                 raise ArgumentValueError(
                     f"Argument `cut` has {name!r}, which result {index} of {rule!r} lacks. If the "
                     f"results of the parts are to be summed, pass reduce={name!r}; if not, leave "
-                    "the name out, and the dimension is never cut."
+                    "the name out, and the dimension is never sharded."
                 )
     for name in reduce:
         if all(name in names for names in parsed[1]):
@@ -161,18 +161,18 @@ def check_constants(label: str, jaxpr: Any, sizes: set[int]) -> None:
     """Refuses closed-over arrays: every part would get them whole, but may need only a part.
 
     Small tables made with NumPy, which some of JAX's own functions have, are allowed if no
-    dimension has the size of a dimension that is cut.
+    dimension has the size of a dimension that is sharded.
     """
     for value in constants(jaxpr):
         shape = jnp.shape(value)
-        # A table at least as long as a cut dimension may be indexed along it, and each part would
-        # read the table's first rows instead of its own.
+        # A table at least as long as a sharded dimension may be indexed along it, and each part
+        # would read the table's first rows instead of its own.
         long = sizes and math.prod(shape) >= _SMALL and max(shape) >= min(sizes)
         own = isinstance(value, jax.Array) or sizes & {*shape} or long
         if isinstance(value, jax.core.Tracer) or (shape and own):
             raise ArgumentValueError(
                 f"{label}: the function closes over an array, {messages.short(value)}, or makes it "
-                "with NumPy. Make it an argument, so that `rule` says how it is cut."
+                "with NumPy. Make it an argument, so that `rule` says how it is sharded."
             )
 
 

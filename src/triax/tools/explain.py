@@ -144,11 +144,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     jitted = function if hasattr(function, "trace") else fresh
     with choose.noted() as products:
         lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
-    if cut := reading.count_calls(lowered, "CustomSPMDPartitioning"):
+    if partitioned := reading.count_calls(lowered, "CustomSPMDPartitioning"):
         warnings.warn(
-            f"{cut} functions are cut over devices when XLA compiles the program, and their "
-            "kernels are not listed. Pass arrays as large as one device's parts, without a "
-            "sharding, to see them.",
+            f"{partitioned} functions are partitioned over devices when XLA compiles the program, "
+            "and their kernels are not listed. Pass arrays as large as one device's parts, without "
+            "a sharding, to see them.",
             UserWarning,
             stacklevel=2,
         )

@@ -71,7 +71,7 @@ def _source_rows(
     row, ends_ptr, shifts_ptr, num_rows, num_chunks, search_steps, SEARCH_WAYS: tl.constexpr
 ):
     """Returns the 64-bit row that each output row is read from, always in [0, num_rows)."""
-    # Searches for the first chunk that ends past the row. Each step cuts the chunks that are
+    # Searches for the first chunk that ends past the row. Each step splits the chunks that are
     # left into SEARCH_WAYS parts and loads the ends of all parts at once: dependent loads
     # cost a small program more than many independent ones.
     low = tl.zeros_like(row)

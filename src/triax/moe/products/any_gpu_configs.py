@@ -1,4 +1,4 @@
-"""Chooses how the kernels of ragged_dot are cut into programs, for the GPU they run on."""
+"""Chooses how the work of ragged_dot's kernels is split into programs, for the GPU they run on."""
 
 from __future__ import annotations
 

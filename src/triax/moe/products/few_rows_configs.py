@@ -1,4 +1,7 @@
-"""Chooses how the kernel for few rows is cut into programs; for 8 bits as measured on an H200."""
+"""Chooses how the work of the kernel for few rows is split into programs.
+
+For 8 bits it is split as measured on an H200.
+"""
 
 from __future__ import annotations
 

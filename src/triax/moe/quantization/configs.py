@@ -1,4 +1,4 @@
-"""Chooses the kernel of quantize for an array's blocks, and how it is cut into programs."""
+"""Chooses the kernel of quantize for an array's blocks, and how its work is split into programs."""
 
 from __future__ import annotations
 

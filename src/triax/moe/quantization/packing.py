@@ -194,7 +194,7 @@ def untile_scales(scales: Any) -> Any:
     return _merged(scales.transpose(*range(n), n, n + 3, n + 2, n + 1), n, 3)
 
 
-# One dimension at a time, as `reshape` wants arrays that are cut over explicit axes.
+# One dimension at a time: `reshape` wants that of arrays that are sharded over explicit axes.
 
 
 def _split(array: Any, axis: int, sizes: tuple[int, ...]) -> Any:
