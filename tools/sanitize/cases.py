@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tests.moe.case import widths
+from tests.moe.cases import NAMED
 
 from triax import moe
 
@@ -32,31 +34,6 @@ def draw(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> jax.Array:
 def with_gradients(function: Callable, *args: jax.Array) -> None:
     out, pull = jax.vjp(function, *args)
     jax.block_until_ready(pull(jax.tree.map(jnp.ones_like, out)))
-
-
-def routing(top_k: int = TOP_K) -> tuple[jax.Array, jax.Array]:
-    logits = draw(TOKENS, EXPERTS, dtype="float32")
-    return moe.route(logits, moe.Router(top_k, normalize=True), **HOW)
-
-
-def moves(dtype: str, **plan_options: int) -> None:
-    weights, experts = routing()
-    experts = experts.at[3].set(-1).at[5, 1].set(99)  # not routed
-    plan = moe.make_plan(experts, EXPERTS, **plan_options, **HOW)
-    x = draw(TOKENS, HIDDEN, dtype=dtype)
-
-    def there_and_back(x: jax.Array, weights: jax.Array) -> jax.Array:
-        rows = moe.permute(x, plan, weights=weights, **HOW)
-        y = moe.unpermute(rows.rows, plan, **HOW)
-        return y + moe.unpermute(rows.rows, plan, weights, **HOW)
-
-    with_gradients(there_and_back, x, weights)
-
-
-def mask() -> None:
-    chosen = draw(TOKENS, 70, dtype="float32") > 0.8
-    plan = moe.make_plan_from_mask(chosen, 9, capacity=4, align_size=4, **HOW)
-    jax.block_until_ready(moe.permute(draw(TOKENS, 19), plan, **HOW))
 
 
 def product(dtype: str, sizes: str, columns: int = WIDTH, bias: bool = False, **options) -> None:
@@ -120,10 +97,12 @@ def eight_bits(rows_block: tuple, weights_block: tuple, precision: str | None) -
     jax.block_until_ready(moe.ragged_dot(rows, weights, sizes, precision=precision, **HOW))
 
 
-def chunks() -> None:
-    sizes, order = jnp.array([5, 0, 30, 7]), jnp.array([2, 0, 3, 1])
-    run = lambda x: moe.sort_chunks_by_index(x, sizes, order, **HOW).rows
-    with_gradients(run, draw(51, 33, dtype="float32"))
+def named(name: str) -> None:
+    """One of the tests' cases, with its gradients."""
+    case = NAMED[name]("interpret")
+    arrays = case.inputs(0)
+    with widths(arrays), case.within():
+        jax.block_until_ready(case.everything(arrays))
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -133,12 +112,9 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         router = moe.Router(TOP_K, score=score, normalize=True)
         run = lambda x, router=router: moe.route(x, router, **HOW).weights
         yield f"route, {score}", of(with_gradients, run, draw(TOKENS, 130, dtype="float32"))
-    for dtype in ("bfloat16", "float32", "float8_e4m3fn"):
-        if dtype != "float8_e4m3fn":
-            yield f"moves, {dtype}", of(moves, dtype)
-    yield "moves, capacity", of(moves, "bfloat16", capacity=9, align_size=8)
-    yield "moves, rows", of(moves, "float16", num_rows=61)
-    yield "mask", mask
+    for name in NAMED:
+        if NAMED[name]("interpret").is_checked:
+            yield name, of(named, name)
     for dtype in ("bfloat16", "float16", "float32"):
         for sizes in SIZES:
             yield f"product, {dtype}, {sizes}", of(product, dtype, sizes)
@@ -171,4 +147,3 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "8 bits, rows", of(eight_bits, (1, None), (1, None, 1), fast)
     yield "8 bits, float32 sums", of(eight_bits, (1, None), (1, None, 1), None)
     yield "8 bits, blocks", of(eight_bits, (1, 128), (1, 128, 128), None)
-    yield "chunks", chunks
