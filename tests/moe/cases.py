@@ -10,6 +10,7 @@ from tests.moe.chunk_sort import case as chunk_sort
 from tests.moe.draws import Rng
 from tests.moe.permutation import case as permutation
 from tests.moe.plans import case as plans
+from tests.moe.transformer_engine import case as transformer_engine
 
 NAMED: dict[str, Callable[..., Case]] = {
     **plans.NAMED,
@@ -18,6 +19,7 @@ NAMED: dict[str, Callable[..., Case]] = {
     **products.NAMED,
     **routing.NAMED,
     **feed_forward.NAMED,
+    **transformer_engine.NAMED,
 }
 ORDINARY = [name for name in NAMED if "," not in name]
 # Those that take other ways through the rules for transformations.

@@ -56,6 +56,28 @@ def row_sums(a: Near, b: Near) -> Near:
     return Near(product.value.sum(1), product.error.sum(1) + n * 2.0**-24 * size)
 
 
+def weighted_sums(rows: Array, weights: Array | None, gradient: Array, row_of: Array) -> Arrays:
+    """The sums of each token's rows, times their weights, and the gradients of both."""
+    num_rows, g = len(rows), exact(gradient)
+    by_slot = None if weights is None else exact(weights)
+    wanted: dict[str, Any] = {"out": rounded(summed(exact(rows), row_of, by_slot), rows.dtype)}
+    spread = exact(move(g.value, row_of, num_rows))
+    if by_slot is None:
+        return wanted | {"d_rows": rounded(spread, rows.dtype)}
+    by_row = exact(move(by_slot.value, row_of, num_rows, by_slot=True)[:, None])
+    taken = np.isin(np.arange(num_rows), row_of)[:, None]
+    d_rows = by_row * spread
+    d_rows = Near(np.where(taken, d_rows.value, 0), np.where(taken, d_rows.error, 0))
+    token, slot = np.nonzero(row_of >= 0)
+    products = Near(*(np.zeros(row_of.shape) for _ in range(2)))
+    of_pairs = row_sums(exact(rows[row_of[token, slot]]), g[token])
+    products.value[token, slot], products.error[token, slot] = of_pairs.value, of_pairs.error
+    return wanted | {
+        "d_rows": rounded(d_rows, rows.dtype),
+        "d_weights": rounded(products, weights.dtype),
+    }
+
+
 # Rows that no plan names, by what is wrong.
 ROWS = {"far": 2**31 - 1, "past": None, "negative": -(2**31)}
 
@@ -200,24 +222,8 @@ def unpermute(
 
     def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
         row_of = plan.row_of(arrays)
-        rows, gradient = exact(arrays["rows"]), exact(arrays["g_out"])
-        by_slot = exact(arrays["weights"]) if weights else None
-        wanted: dict[str, Any] = {"out": rounded(summed(rows, row_of, by_slot), dtype)}
-        spread = move(gradient.value, row_of, sizes.rows)
-        if by_slot is None:
-            return wanted | {"d_rows": plan.rows(rounded(exact(spread), dtype), row_of)}
-        by_row = exact(move(by_slot.value, row_of, sizes.rows, by_slot=True)[:, None])
-        taken = np.isin(np.arange(sizes.rows), row_of)[:, None]
-        d_rows = by_row * exact(spread)
-        d_rows = Near(np.where(taken, d_rows.value, 0), np.where(taken, d_rows.error, 0))
-        token, slot = np.nonzero(row_of >= 0)
-        products = Near(*(np.zeros(row_of.shape) for _ in range(2)))
-        of_pairs = row_sums(rows[row_of[token, slot]], gradient[token])
-        products.value[token, slot], products.error[token, slot] = of_pairs.value, of_pairs.error
-        return wanted | {
-            "d_rows": plan.rows(rounded(d_rows, dtype), row_of),
-            "d_weights": rounded(products, arrays["weights"].dtype),
-        }
+        wanted = weighted_sums(arrays["rows"], arrays.get("weights"), arrays["g_out"], row_of)
+        return wanted | {"d_rows": plan.rows(wanted["d_rows"], row_of)}
 
     case = _case("unpermute", path, plan, call, ("out",), draw, expect, gradients)
     case.kernels = ("place_few_pairs", "unpermute", "unpermute_grad" if weights else "permute")
