@@ -150,13 +150,14 @@ def _shardy_rule(
     summed = {*split.shardable} - {*"".join(split.results)}
     # Shardy wants summed dimensions in the order in which they appear in the operands.
     appearing = dict.fromkeys(dim for dim in "".join(split.operands) if dim in summed)
+    # JAX infers the sizes of factors that are whole dimensions.
+    stated: Any = {name: size for name, size in sizes.items() if name not in inferred}
     return SdyShardingRule(
         operands,
         results,
         reduction_factors=tuple(appearing),
         need_replication_factors=tuple(whole),
-        # JAX infers the sizes of factors that are whole dimensions.
-        **{name: size for name, size in sizes.items() if name not in inferred},
+        **stated,
     )
 
 

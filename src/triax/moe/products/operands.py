@@ -96,7 +96,7 @@ def pieces(operands: Iterable[tuple[Any, str]]) -> dict[str, int]:
         if not isinstance(operand, ScaledArray):
             continue
         stored = swapped(operand.shape) if operand.transposed else operand.shape
-        *_, columns, depth = of_values
+        columns, depth = of_values[-2], of_values[-1]
         whole = {columns: TILE, depth: TILE} if operand.tiled else {depth: 1 + bool(operand.packed)}
         for dim, size, block in zip(of_values, stored, _shared(operand), strict=True):
             least[dim] = math.lcm(least.get(dim, 1), block or 1, whole.get(dim, 1))

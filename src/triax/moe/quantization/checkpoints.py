@@ -295,10 +295,9 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
         for key, choices in _PACK_QUANTIZED.items():
             _said(config, key, choices, choices[0])
         _, size = _block_size(config) or (None, None)
-        words = own["weight_packed"], own["weight_scale"], own.get("weight_shape")
-        zeros = own.get("weight_zero_point")
-        words = *words, zeros, groups("weight_g_idx")
-        made = from_compressed_tensors(*words, group_size=size, tiles=False)
+        packed = own["weight_packed"], own["weight_scale"], own.get("weight_shape")
+        more = own.get("weight_zero_point"), groups("weight_g_idx")
+        made = from_compressed_tensors(*packed, *more, group_size=size, tiles=False)
     else:
         _said(config, "quant_method", ("fp8", "fbgemm_fp8", "compressed-tensors"), "fp8")
         _said(config, "num_bits", (8,), 8)
