@@ -116,7 +116,7 @@ class Explanations(list[Explanation]):
         return "".join(tables)
 
 
-def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Explanation]:
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations:
     """Shows how every Triton call of a function is lowered for CUDA: config, grid, aliases, PTX.
 
         for call in triax.explain(train_step, params, batch):
@@ -132,7 +132,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Exp
     Returns:
       One `Explanation` per call, in program order. A call in a loop's body is listed once. The
       list shows as text, and in a notebook as a table. Functions that XLA partitions over devices
-      while it compiles the program are not looked into: a warning says how many there are.
+      while it compiles the program are not looked into: a warning says how many there are. The
+      attribute `products` has the kernel that was chosen for each matmul of `triax.moe`, and what
+      those before it need.
 
     Raises:
       MissingDependencyError: Triton is not installed, and so there are no calls.
