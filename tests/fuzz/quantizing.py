@@ -13,7 +13,7 @@ from tests.moe.bounds import Array, Near, matmul, rounded, sum_unit
 from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng, one_of
 from tests.moe.plans.case import spans
-from triax.moe.products import quantized_outer_api as api
+from triax.moe.products.quantized_outer_ops import outer_in_8_bits
 
 _INTEGERS = {"int8": 127, "int4": 7}
 _PACKED = ("int4", "float4_e2m1fn")
@@ -159,7 +159,7 @@ def outer_of(
                 put(out, group, matmul(sides[0].T, sides[1], u, 128))
         return {"out": rounded(out, dtype)}
 
-    names = {"quantized_outer": api.quantized_outer}
+    names = {"quantized_outer": outer_in_8_bits}
     return Case("quantized_outer", path, call, ("out",), draw, expect, names=names)
 
 

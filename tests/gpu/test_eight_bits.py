@@ -18,7 +18,7 @@ from triax import moe
 from triax.moe.products import any_gpu_gradients
 from triax.moe.products.any_gpu_configs import TILE
 from triax.moe.products.options import Groups
-from triax.moe.products.quantized_outer_api import quantized_outer
+from triax.moe.products.quantized_outer_ops import outer_in_8_bits
 from triax.moe.products.reference import group_of_rows
 from triax.moe.quantization.reference import quantize_groups_reference
 from triax.moe.quantization.scaled import ScaledArray
@@ -265,7 +265,7 @@ def test_weights_gradients(sizes, fast_sums, dtypes):
 
     @jax.jit
     def run(left, right):
-        return quantized_outer(
+        return outer_in_8_bits(
             left,
             right,
             as_int32(sizes),
@@ -297,8 +297,8 @@ def test_rows_that_are_named():
         named = source is sources[0]
         pair = (tokens, rows) if named else (rows, tokens)
         plain = (moved, rows) if named else (rows, moved)
-        found = quantized_outer(*pair, as_int32(sizes), sources=sources, **how)
-        assert_same_bits(found, quantized_outer(*plain, as_int32(sizes), **how))
+        found = outer_in_8_bits(*pair, as_int32(sizes), sources=sources, **how)
+        assert_same_bits(found, outer_in_8_bits(*plain, as_int32(sizes), **how))
 
 
 RECIPES = {"rows": "rows", "blocks": "blocks", "all": moe.Recipe(weight_gradient="rows")}

@@ -12,7 +12,7 @@ import pytest
 from triax import moe
 from triax.interpreting.builder import Builder
 from triax.moe.plans.configs import FewPairsConfig
-from triax.moe.products.quantized_outer_api import quantized_outer
+from triax.moe.products.quantized_outer_ops import outer_in_8_bits
 from triax.moe.shared import launching
 
 # More than any row, column, group or masked lane here, and less than the elements of an array.
@@ -72,7 +72,8 @@ def eight_bits():
             blocks = {"block": (1, None, 1)}
         moe.quantize(draw(3, ROWS, WIDTH), transposed=transposed, **blocks, **RUN)
     how = {"dtypes": ("float8_e4m3fn",) * 2, "result_dtype": "float32", "fast_sums": True}
-    quantized_outer(draw(ROWS, WIDTH), draw(ROWS, 21), np.array([40, 0, 45]), **how, **RUN)
+    sizes = np.array([40, 0, 45], np.int32)
+    outer_in_8_bits(draw(ROWS, WIDTH), draw(ROWS, 21), sizes, **how, **RUN)
 
 
 CASES = {

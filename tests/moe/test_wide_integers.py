@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from triax import moe
 from triax.errors import ArgumentValueError
 from triax.moe import transformer_engine as te
-from triax.moe.products.quantized_outer_api import quantized_outer
 from triax.testing import assert_same_bits
 
 TOKENS, EXPERTS, HIDDEN = 6, 4, 32
@@ -53,11 +52,6 @@ def feed_forward(ids):
     return moe.feed_forward(x, moe.Routing(weights, ids), moe.Experts(gate_up, MATRICES)).tokens
 
 
-def outer(sizes):
-    options = {"dtypes": ("float8_e4m3fn",) * 2, "result_dtype": jnp.float32}
-    return quantized_outer(X, X, sizes, **options, fast_sums=False, implementation=None)
-
-
 def maps(place):
     """One token's rows, experts and number of slots."""
     row_id_map = np.array([[0, 1, 0, 1, 2]] * 2)
@@ -89,7 +83,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, Any]]] = {
         lambda a: moe.ragged_dot(X, MATRICES[:2], SIZES, group_offset=a),
         (np.array(1), ()),
     ),
-    "quantized_outer": (outer, sizes),
     "pure_jax_token_dispatch": (
         lambda a: te.pure_jax_token_dispatch(X, a, EXPERTS, 2)[::2],
         ids,

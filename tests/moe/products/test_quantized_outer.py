@@ -18,7 +18,7 @@ from triax.errors import DifferentiationError
 from triax.moe.products import any_gpu_gradients
 from triax.moe.products.any_gpu_configs import TILE
 from triax.moe.products.options import Groups
-from triax.moe.products.quantized_outer_api import quantized_outer
+from triax.moe.products.quantized_outer_ops import outer_in_8_bits
 from triax.moe.products.reference import group_of_rows
 from triax.moe.quantization.reference import quantize_groups_reference
 from triax.moe.shared import target
@@ -68,7 +68,7 @@ def run(
     sources=(None, None),
 ):
     product = functools.partial(
-        quantized_outer,
+        outer_in_8_bits,
         dtypes=dtypes,
         result_dtype=dtype,
         fast_sums=fast_sums,

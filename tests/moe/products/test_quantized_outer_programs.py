@@ -10,7 +10,7 @@ import pytest
 from triax.compat import jax_private
 from triax.emitting import reading
 from triax.errors import UnsupportedError
-from triax.moe.products.quantized_outer_api import quantized_outer
+from triax.moe.products.quantized_outer_ops import outer_in_8_bits
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
@@ -19,7 +19,7 @@ def lowered(dtypes=(E4M3, E4M3), widths=(512, 1024), dtype="bfloat16", **how):
     shapes = [(4000, width) for width in widths]
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     options = {"result_dtype": dtype, "fast_sums": True, "implementation": None} | how
-    run = lambda left, right, sizes: quantized_outer(left, right, sizes, dtypes=dtypes, **options)
+    run = lambda left, right, sizes: outer_in_8_bits(left, right, sizes, dtypes=dtypes, **options)
     traced = jax.jit(run).trace(*types, jax.ShapeDtypeStruct((5,), "int32"))
     return traced.lower(lowering_platforms=("cuda",))
 

@@ -24,7 +24,7 @@ from triax.moe.permutation.ops import permute_scaled, unpermute
 from triax.moe.plans.reference import Plan
 from triax.moe.products.ops import multiply
 from triax.moe.products.options import FAST_SUMS, Groups, Options
-from triax.moe.products.quantized_outer_api import quantized_outer
+from triax.moe.products.quantized_outer_ops import outer_in_8_bits
 from triax.moe.quantization import ops as quantization
 from triax.moe.quantization.scaled import ScaledArray
 from triax.sharding import explicit
@@ -96,7 +96,7 @@ class Products:
             if self.transposed:
                 sides.reverse()
             (left, right), sources, dtypes = zip(*sides, strict=True)
-            gradients["weights"] = quantized_outer(
+            gradients["weights"] = outer_in_8_bits(
                 left,
                 right,
                 sizes,
