@@ -122,7 +122,8 @@ _DEEPSEEK_V4 = RouterKeys(
 _ON_THE_TOKEN = RouterKeys(
     refused="multiplies the token by its weight before the expert, not the expert's result. Of one "
     'expert per token: `weights, ids = moe.route(logits, moe.Router(1, score="sigmoid"))`, then '
-    "`moe.feed_forward(x * weights, moe.Routing(jnp.ones_like(weights), ids), experts)`."
+    "`moe.feed_forward((x * weights).astype(x.dtype), moe.Routing(jnp.ones_like(weights), ids), "
+    "experts)`."
 )
 _SPARSEMIXER = RouterKeys(
     refused="weighs each choice among the logits near it (sparsemixer). Pass `feed_forward` a "
