@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from tests.moe.products import oracle
 from tests.moe.quantization.oracle import E8M0, exactly
 from triax import moe
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.testing import assert_close, assert_same_bits
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
@@ -157,3 +158,114 @@ def test_a_shard_has_the_tiles_of_its_numbers():
     stored = jax.tree.map(lambda part: first(part, 2), weights)
     parts = {"values": tiled.values[:, :, : half // 64], "scales": first(tiled.scales, 2)}
     jax.tree.map(assert_same_bits, stored.tile(), type(tiled)(**{**vars(tiled), **parts}))
+
+
+# The dtype, the block, and the dtype of scales and of zeros.
+UNEVEN = {
+    "mxfp4": ("float4_e2m1fn", (1, 32, 1), E8M0, None),
+    "int4, groups, zeros": ("int4", (1, 32, 1), "float32", np.int8),
+    "int4, columns": ("int4", (1, None, 1), "float32", None),
+    "e4m3, 32 x 32": ("float8_e4m3fn", (1, 32, 32), "float32", None),
+    "int8": ("int8", (1, None, None), "float32", None),
+}
+
+
+@functools.cache
+def uneven(way, shards):
+    """Weights [3, 192, 160] in tiles, whose shards are not whole tiles."""
+    dtype, block, scale_dtype, zeros = UNEVEN[way]
+    array = np.random.default_rng(1).standard_normal((len(SIZES), 192, 160), np.float32)
+    how = {"block": block, "transposed": True, "scale_dtype": scale_dtype}
+    weights = moe.quantize(array, dtype, **how)
+    if zeros is not None:
+        drawn = np.random.default_rng(2).integers(-8, 8, weights.scales.shape)
+        weights = moe.ScaledArray(**{**vars(weights), "zeros": jnp.asarray(drawn, zeros)})
+    return weights, weights.tile(shards)
+
+
+@pytest.mark.parametrize("shards", [(1, 1), (2, 1), (1, 5), (2, 5)])
+@pytest.mark.parametrize("way", UNEVEN)
+def test_shards_that_are_not_whole_tiles_are_filled_up(way, shards):
+    weights, tiled = uneven(way, shards)
+    assert tiled.shape == weights.shape
+    counts = [
+        count * -(-size // count // 64) for size, count in zip((192, 160), shards, strict=True)
+    ]
+    assert tiled.values.shape[1:3] == (counts[1], counts[0])
+    for same in (tiled, tiled[:], tiled.mT.mT, jax.jit(moe.ScaledArray.tile)(tiled)):
+        np.testing.assert_array_equal(exactly(same), exactly(weights))
+    back = tiled.untile()
+    assert (back.shard, back.tiles, back.shape) == (None, None, weights.shape)
+    assert_same_bits(back.values, weights.values)
+    on_host = jax.tree.map(np.asarray, weights).tile(shards)
+    jax.tree.map(assert_same_bits, on_host, jax.tree.map(np.asarray, tiled))
+
+
+@pytest.mark.sampled(6, 12)
+@pytest.mark.parametrize("shards", [(1, 1), (2, 1), (2, 5)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("way", UNEVEN)
+def test_what_fills_shards_up_adds_nothing(way, implementation, biased, shards):
+    """Also where rows are not finite, and in the gradient of rows."""
+    weights, tiled = uneven(way, shards)
+    x = rows()[:, :192].at[3].set(jnp.inf).at[25].set(jnp.nan)
+    bias = jnp.arange(len(SIZES) * 160, dtype=jnp.float32).reshape(-1, 160) if biased else None
+    upstream = rows()[:, :160]
+
+    @jax.jit
+    def run(rows, weights):
+        how = {"bias": bias, "implementation": implementation}
+        out, pull = jax.vjp(lambda rows: moe.ragged_dot(rows, weights, SIZES, **how), rows)
+        return out, *pull(upstream)
+
+    found = run(x, tiled)
+    exact = exactly(weights).astype(np.float32).astype(jnp.bfloat16)
+    with np.errstate(invalid="ignore"):
+        wanted = oracle.ragged_dot(np.asarray(x), exact, SIZES)
+    if biased:
+        wanted[:20] += np.asarray(bias)[0]
+        wanted[20:29] += np.asarray(bias)[2]
+    back = oracle.ragged_dot(np.asarray(upstream), exact.swapaxes(1, 2), SIZES)
+    finite = ~np.isin(np.arange(ROWS), [3, 25])
+    for a, b, terms in ((found[0], wanted, 192), (found[1], back, 160)):
+        assert_close(np.asarray(a)[finite], b[finite], terms=terms)
+    assert not np.isfinite(np.asarray(found[0], np.float32)[~finite]).any()
+
+
+@pytest.mark.sampled(1, 2)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("way", UNEVEN)
+def test_filled_shards_stay_on_their_devices(way, implementation, kind):
+    """The depth of 192 over two is 1.5 tiles."""
+    weights, tiled = uneven(way, (2, 1))
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
+
+    def place(part):
+        spec = P(None, None, "a") if part.shape[2] % 2 == 0 else P()
+        return jax.device_put(part, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(rows()[:, :192], NamedSharding(mesh, P()))
+        operands = x, jax.tree.map(place, tiled)
+        program = jax.jit(functools.partial(product, implementation=implementation))
+        program = program.lower(*operands).compile()
+        found = program(*operands)
+    assert MOVED.findall(program.as_text()) == [("f32", f"{ROWS},160", "all-reduce")]
+    exact = exactly(weights).astype(np.float32).astype(jnp.bfloat16)
+    wanted = oracle.ragged_dot(np.asarray(rows()[:, :192]), exact, SIZES)
+    assert_close(np.asarray(found), wanted, terms=192)
+
+
+def test_shards_that_cannot_be():
+    weights = uneven("mxfp4", (1, 1))[0]
+    for shards, match in (
+        ((5, 1), r"`shards\[0\]` must cut 192 into equal shards .*; got 5"),
+        ((4, 1), r"`shards\[0\]` must cut 192 .* whole blocks of scales, 32; got 4"),
+        ((0, 1), r"`shards\[0\]` must be at least 1"),
+    ):
+        with pytest.raises(ArgumentValueError, match=match):
+            weights.tile(shards)
+    with pytest.raises(ArgumentTypeError, match=r"`shards` must be two ints.* got 2"):
+        weights.tile(2)

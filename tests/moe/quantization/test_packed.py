@@ -205,9 +205,9 @@ def test_what_is_not_tiled():
         dataclasses.replace(eight, values=eight.values.astype(jnp.uint8), tiles=None)
     with pytest.raises(ArgumentValueError, match=r"depth / 64, 1024\] where float8_e4m3fn"):
         dataclasses.replace(eight, values=eight.values[..., :512])
-    for shape in ((64, 96), (96, 64), (64,)):
+    for shape in ((0, 64), (64,)):
         array = moe.quantize(zeros(*shape), "int4", block=(1,) * len(shape))
-        with pytest.raises(ArgumentValueError, match=r"multiples of 64 to be tiled; got shape \("):
+        with pytest.raises(ArgumentValueError, match=r"columns and a depth to be tiled; got shape"):
             array.tile()
     tiled = moe.quantize(zeros(64, 64), "int4", block=(1, None)).tile()
     with pytest.raises(ArgumentValueError, match=r"first dimension that is stored first"):

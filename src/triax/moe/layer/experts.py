@@ -213,7 +213,6 @@ class Experts:
 
         Raises:
           ArgumentTypeError: no weights are quantized, or some are float8_e5m2.
-          ArgumentValueError: columns or depth of quantized weights are not multiples of 64.
         """
         arrays = {name: getattr(self, name) for name in ("w_gate_up", "w_down")}
 

@@ -18,7 +18,8 @@ from triax.moe.products.operands import Parts, parts
 from triax.moe.products.options import Groups, Options
 from triax.moe.products.product import GroupOuter, Product, RaggedDot
 from triax.moe.products.quantized_outer_reference import quantized_outer_reference
-from triax.moe.quantization.scaled import ScaledArray
+from triax.moe.quantization.packing import fill, unfill, whole_tiles
+from triax.moe.quantization.scaled import ScaledArray, filled
 from triax.moe.shared.arrays import stored
 from triax.moe.shared.target import Target, for_target
 
@@ -125,6 +126,14 @@ def ragged_dot(
     rows: Any, weights: Any, *others: Any, transposed: bool, options: Options, **keywords: Any
 ) -> jax.Array:
     """Multiplies each row by its group's weights, maybe transposed; zeros outside groups."""
+    if isinstance(weights, ScaledArray) and weights.shard is not None:
+        depth, columns = ((of, whole_tiles(of)) for of in weights.shard)
+        groups, *biases = others
+        if biases and biases[0] is not None:
+            biases[0] = fill(biases[0], 1, *columns)
+        operands = fill(rows, 1, *depth), filled(weights), groups, *biases
+        out = ragged_dot(*operands, transposed=transposed, options=options, **keywords)
+        return unfill(out, 1, *columns)
     axis = 1 if transposed and not isinstance(weights, ScaledArray) else 2
     out_type = jax.ShapeDtypeStruct((rows.shape[0], weights.shape[axis]), stored(options.dtype))
     keywords |= {"options": dataclasses.replace(options, dtype=out_type.dtype)}

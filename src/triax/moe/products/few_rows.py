@@ -27,8 +27,16 @@ from triax.moe.products.row_tiles import (
     triton_dtype,
 )
 from triax.moe.products.thresholds import MOST_ROWS, MOST_SCHEDULED
-from triax.moe.quantization.packing import LEAST_SCALED, PACKED, TILE, TILED, words_of_tile
-from triax.moe.quantization.scaled import ScaledArray, swapped, widened
+from triax.moe.quantization.packing import (
+    LEAST_SCALED,
+    PACKED,
+    TILE,
+    TILED,
+    unfill,
+    whole_tiles,
+    words_of_tile,
+)
+from triax.moe.quantization.scaled import ScaledArray, filled, swapped, widened
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
 
@@ -252,9 +260,14 @@ def dequantize_tiles(
     weights: ScaledArray, *, dtype: Any, implementation: KernelImplementation | None
 ) -> jax.Array:
     """Dequantizes weights in tiles as `widened` does: to the stored layout, and with all scales."""
-
-    shape = swapped(weights.shape) if weights.transposed else weights.shape
     how: dict[str, Any] = {"dtype": jnp.dtype(dtype), "implementation": implementation}
+    if weights.shard is not None:
+        out = dequantize_tiles(filled(weights), **how)
+        sizes = weights.shard[::-1] if weights.transposed else weights.shard
+        for axis, size in zip((1, 2), sizes, strict=True):
+            out = unfill(out, axis, size, whole_tiles(size))
+        return out
+    shape = swapped(weights.shape) if weights.transposed else weights.shape
     out_type = jax.ShapeDtypeStruct(shape, dtype)
     result: jax.Array = for_target(_dequantize_tiles, weights, out_type=out_type, **how)
     return result

@@ -98,6 +98,9 @@ def pieces(operands: Iterable[tuple[Any, str]]) -> dict[str, int]:
         stored = swapped(operand.shape) if operand.transposed else operand.shape
         columns, depth = of_values[-2], of_values[-1]
         whole = {columns: TILE, depth: TILE} if operand.tiled else {depth: 1 + bool(operand.packed)}
+        if operand.shard is not None:
+            sizes = operand.shard[::-1] if operand.transposed else operand.shard
+            whole = dict(zip((columns, depth), sizes, strict=True))
         for dim, size, block in zip(of_values, stored, _shared(operand), strict=True):
             least[dim] = math.lcm(least.get(dim, 1), block or 1, whole.get(dim, 1))
             most[dim] = 1 if size % least[dim] else size // least[dim]

@@ -76,6 +76,11 @@ def powers_of_two(codes: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     return powers.astype(dtype), jnp.where(codes == 0, 0.5, 1).astype(dtype)
 
 
+def whole_tiles(size: int) -> int:
+    """Returns the size of the tiles that hold `size`."""
+    return -(-size // TILE) * TILE
+
+
 def words_of_tile(packed: str | None) -> int:
     """Returns how many int32 words hold the numbers of a tile."""
     return TILE**2 // (8 if packed in _BITS else 4)
@@ -192,6 +197,23 @@ def untile_scales(scales: Any) -> Any:
     n = scales.ndim - 2
     scales = _split(scales, n + 1, (-1, 8, 8))
     return _merged(scales.transpose(*range(n), n, n + 3, n + 2, n + 1), n, 3)
+
+
+def fill(array: Any, axis: int, size: int, to: int, value: int = 0) -> Any:
+    """Fills each `size` along a dimension up with a value, so that it is `to`."""
+    axis %= array.ndim
+    pad = [(0, 0)] * (array.ndim + 1)
+    pad[axis + 1] = (0, to - size)
+    split = _split(array, axis, (-1, size))
+    padded = (np if isinstance(array, np.ndarray) else jnp).pad(split, pad, constant_values=value)
+    return _merged(padded, axis, 2)
+
+
+def unfill(array: Any, axis: int, size: int, to: int) -> Any:
+    """Returns what `fill` was given."""
+    axis %= array.ndim
+    split = _split(array, axis, (-1, to))
+    return _merged(split[(*(slice(None),) * (axis + 1), slice(size))], axis, 2)
 
 
 # One dimension at a time: `reshape` wants that of arrays that are sharded over explicit axes.

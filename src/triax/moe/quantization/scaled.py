@@ -26,7 +26,7 @@ FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
 """The dtypes of scales that are no powers of two: 8-bit numbers have the first, 4-bit ones any."""
 Block = tuple[int | None, ...]
 _PARTS = "values", "scales", "zeros"
-_STATIC = "block", "transposed", "packed", "tiles"
+_STATIC = "block", "transposed", "packed", "tiles", "shard"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -61,6 +61,8 @@ class ScaledArray:
         alone; None is zero.
       tiles: the version of the tiles' layout, from `tile`; None for numbers that are not in tiles.
         Another version than this one of Triax is an error.
+      shard: with `tiles`, the sizes of a shard along the last two dimensions of the array, if
+        `tile` has filled its last tiles up with zeros. `shape` does not count these.
 
     Raises:
       ArgumentTypeError: an array has an unsupported dtype, or a size of `block` is not an int.
@@ -74,6 +76,7 @@ class ScaledArray:
     packed: str | None = None
     zeros: jax.Array | None = None
     tiles: int | None = None
+    shard: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if hasattr(self.values, "dtype") or hasattr(self.scales, "dtype"):
@@ -96,7 +99,11 @@ class ScaledArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array, dequantized."""
-        return swapped(self._stored()) if self.transposed else self._stored()
+        shape = swapped(self._stored()) if self.transposed else self._stored()
+        if self.shard is None:
+            return shape
+        sizes = zip(shape[-2:], self.shard, strict=True)
+        return (*shape[:-2], *(size // packing.whole_tiles(of) * of for size, of in sizes))
 
     def _stored(self) -> tuple[int, ...]:
         """The shape of the numbers in the stored layout."""
@@ -138,8 +145,9 @@ class ScaledArray:
     @property
     def mT(self) -> ScaledArray:
         """The array with its last two dimensions swapped. No data moves."""
-        block = swapped(self.block)
-        return dataclasses.replace(self, block=block, transposed=not self.transposed)
+        new: dict[str, Any] = {"block": swapped(self.block), "transposed": not self.transposed}
+        new["shard"] = self.shard and self.shard[::-1]
+        return dataclasses.replace(self, **new)
 
     def dequantize(self, dtype: Any = "float32") -> jax.Array:
         """Returns the array in a float dtype: each value times its scale in float32, rounded once.
@@ -159,7 +167,7 @@ class ScaledArray:
         array = widened(self, _float(dtype))
         return jnp.swapaxes(array, -1, -2) if self.transposed else array
 
-    def tile(self) -> ScaledArray:
+    def tile(self, shards: tuple[int, int] = (1, 1)) -> ScaledArray:
         """Reorders weights for `ragged_dot` with few rows; numbers and their bytes stay the same.
 
         From compute capability 8.0 on, the weights are then read and widened faster. Call it once,
@@ -171,14 +179,22 @@ class ScaledArray:
         blocks], become [..., columns / 64, 64 · blocks]. NumPy arrays stay on the host. Tiles may
         be sharded along columns and depth, scales at the same places.
 
+            w = w.tile(shards=(2, 1))  # gpt-oss's depth of 2,880 over two devices: 2 × 23 tiles
+
+        Args:
+          shards: into how many shards the last two dimensions will be cut. The last tiles of a
+            shard whose size is no multiple of 64 are filled up with zeros; products then copy
+            their rows and results.
+
         Returns:
           A `ScaledArray` of the same numbers; this one if it is tiled.
 
         Raises:
-          ArgumentTypeError: the numbers are float8_e5m2.
-          ArgumentValueError: one of the last two dimensions is not a multiple of 64.
+          ArgumentTypeError: the numbers are float8_e5m2, or `shards` are no ints.
+          ArgumentValueError: there are fewer than two dimensions, or shards would not have the same
+            size and whole blocks of scales.
         """
-        return tiled("self", self)
+        return tiled("self", self, shards)
 
     def untile(self) -> ScaledArray:
         """Returns the array as it was before `tile`."""
@@ -190,7 +206,10 @@ class ScaledArray:
         if self.scales_tiled:
             parts |= _reordered(self, packing.untile_scales)
         packed = self.packed if self.dtype in PACKED else None
-        return dataclasses.replace(self, **parts, packed=packed, tiles=None)
+        whole = {**parts, "packed": packed, "tiles": None, "shard": None}
+        if self.shard is not None:
+            whole |= _in_shards(self, whole, self.shard, fills=False)
+        return dataclasses.replace(self, **whole)
 
     def astype(self, dtype: Any) -> jax.Array:
         """Calls `dequantize`; arrays have this method too."""
@@ -339,7 +358,7 @@ def of_rows(x: ScaledArray, values: Any, scales: Any) -> ScaledArray:
     return dataclasses.replace(x, values=values, scales=scales, block=(1, *x.block[1:]))
 
 
-def tiled(name: str, array: ScaledArray) -> ScaledArray:
+def tiled(name: str, array: ScaledArray, shards: Any = (1, 1)) -> ScaledArray:
     """Returns the argument `name` in tiles, as `ScaledArray.tile` does."""
     check(name, array)
     if array.tiled:
@@ -349,22 +368,87 @@ def tiled(name: str, array: ScaledArray) -> ScaledArray:
             f"Argument `{name}` must have numbers of {', '.join(TILED)} to be tiled; got "
             f"{array.dtype}. Leave it as it is."
         )
-    if array.ndim < 2 or any(size % packing.TILE for size in array.shape[-2:]):
+    if array.ndim < 2 or not array.size:
         raise ArgumentValueError(
-            f"Argument `{name}` must have columns and a depth in multiples of {packing.TILE} to be "
-            f"tiled; got shape {array.shape}. Leave it as it is."
+            f"Argument `{name}` must have columns and a depth to be tiled; got shape "
+            f"{array.shape}. Leave it as it is."
         )
+    shard = _checked_shard(array, shards)
     packed = array.dtype.name
     # A shard of the depth may have one scale for each column, but has the order of many.
     block = tuple(
         None if of is not None and of >= size > 1 else of
         for of, size in zip(array.block, array.shape, strict=True)
     )
-    parts: dict[str, Any] = {"values": packing.tile(_whole(array.values, 2), packed)}
+    whole: dict[str, Any] = {"block": block, "transposed": array.transposed}
+    whole |= {part: of if of is None else _whole(of, 2) for part, of in array._parts()}
+    if shard is not None:
+        whole |= _in_shards(array, whole, shard, fills=True)
+    parts: dict[str, Any] = {"values": packing.tile(whole["values"], packed)}
     if _are_of_columns(swapped(block) if array.transposed else block):
-        parts |= _reordered(array, packing.tile_scales)
-    new = {**parts, "block": block, "packed": packed, "tiles": packing.TILES_VERSION}
+        of_blocks = {part: whole[part] for part in ("scales", "zeros") if whole[part] is not None}
+        parts |= {part: packing.tile_scales(of) for part, of in of_blocks.items()}
+    new = {**whole, **parts, "packed": packed, "tiles": packing.TILES_VERSION, "shard": shard}
     return dataclasses.replace(array, **new)
+
+
+def _checked_shard(array: ScaledArray, shards: Any) -> tuple[int, int] | None:
+    """Returns the sizes of shards whose last tiles are filled up; None if all tiles are full."""
+    if not isinstance(shards, tuple | list) or len(shards) != 2:
+        raise ArgumentTypeError(
+            "Argument `shards` must be two ints, for the last two dimensions; got "
+            f"{messages.shown(shards)}."
+        )
+    sizes = []
+    for axis, (size, of, count) in enumerate(
+        zip(array.shape[-2:], array.block[-2:], shards, strict=True)
+    ):
+        count = arguments.integer(f"shards[{axis}]", count, 1)
+        one, rest = divmod(size, count)
+        if rest or (count > 1 and of is not None and of < size and one % of):
+            raise ArgumentValueError(
+                f"Argument `shards[{axis}]` must cut {size} into equal shards with whole blocks of "
+                f"scales, {messages.short(of)}; got {count}."
+            )
+        sizes.append(one if one % packing.TILE else packing.TILE)
+    return None if sizes == [packing.TILE] * 2 else (sizes[0], sizes[1])
+
+
+def _in_shards(
+    array: ScaledArray, whole: dict[str, Any], shard: tuple[int, int], *, fills: bool
+) -> dict[str, Any]:
+    """Fills up the last tiles of shards in the stored parts `whole` of an array, or undoes it.
+
+    Numbers and zeros are filled up with 0, scales with 1.
+    """
+    sizes = shard[::-1] if array.transposed else shard
+    blocks = stored_block(array)[-2:]
+    parts = {part: whole.get(part, of) for part, of in array._parts()}
+    for part, of in parts.items():
+        if of is None:
+            continue
+        new = of.view(np.uint8) if of.dtype.itemsize == 1 else of
+        value = 0 if part != "scales" else 127 if of.dtype == E8M0 else 1
+        for axis, size, block in zip((-2, -1), sizes, blocks, strict=True):
+            in_one = block
+            if part == "values":
+                in_one = 2 if axis == -1 and array.dtype in PACKED else 1
+            if in_one is not None:
+                size, to = (-(-of // in_one) for of in (size, packing.whole_tiles(size)))
+                if fills:
+                    new = packing.fill(new, axis, size, to, value)
+                else:
+                    new = packing.unfill(new, axis, size, to)
+        parts[part] = new.view(of.dtype)
+    return parts
+
+
+def filled(array: ScaledArray) -> ScaledArray:
+    """Returns an array in tiles with the zeros that fill its shards as a part of it."""
+    return ScaledArray.tree_unflatten(
+        tuple(None if name == "shard" else getattr(array, name) for name in _STATIC),
+        [of for _, of in array._parts()],
+    )
 
 
 def _are_of_columns(block: Block) -> bool:
@@ -494,7 +578,7 @@ def _checked(array: ScaledArray) -> Block:
             f"{packed} is packed in int32; got {values.shape}. Call `tile` on stored numbers."
         )
     block = checked_block(array.block, array.shape, array.transposed)
-    wanted = num_blocks(array.shape, block)
+    wanted = num_blocks(filled(array).shape, block)
     wanted = swapped(wanted) if array.transposed else wanted
     if array.scales_tiled:
         wanted = (*wanted[:-2], wanted[-2] // packing.TILE, packing.TILE * wanted[-1])
