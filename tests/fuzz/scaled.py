@@ -7,11 +7,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.fuzz.products import dot, group_sum, sizes_of, spans, swapped, with_bias
+from tests.fuzz.products import dot, group_sum, sizes_of, swapped, with_bias
 from tests.moe import draws
 from tests.moe.bounds import Array, Near, Some, exact, rounded, sum_unit
 from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng, one_of
+from tests.moe.plans.case import spans
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _EIGHT = ("float8_e4m3fn", "float8_e5m2")

@@ -106,9 +106,9 @@ def bits(rng: Rng, shape: Any, dtype: Any) -> Array:
     """Every bit pattern of a dtype, NaNs with payloads included."""
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
-        return rng.integers(0, 2, shape).astype(bool)
+        return np.asarray(rng.integers(0, 2, shape).astype(bool))
     data = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-    return data.view(dtype).reshape(shape)
+    return np.asarray(data.view(dtype).reshape(shape))
 
 
 def plant(rng: Rng, array: Array, at: Any) -> None:

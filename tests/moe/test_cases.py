@@ -87,10 +87,10 @@ def _no_leaks(request):
 
 
 def normal(case, dtype=None):
-    """The arrays of a case, with ordinary numbers in those that it is differentiated by."""
+    """The arrays of a case, with small numbers in those that it is differentiated by."""
     rng = np.random.default_rng(1)
     arrays = case.inputs(0)
-    draw = lambda array: rng.standard_normal(array.shape).astype(dtype or array.dtype)
+    draw = lambda array: (rng.standard_normal(array.shape) / 4).astype(dtype or array.dtype)
     return arrays | {name: draw(arrays[name]) for name in case.gradients}
 
 
@@ -132,7 +132,9 @@ def test_gradients_are_those_of_differences(name, path):
         arrays = normal(case, np.float64)
         moving = {name: arrays[name] for name in case.gradients}
         function = lambda moving: jax.tree.map(jnp.sin, case.forward(arrays | moving)[0])
-        near = functools.partial(check_grads, atol=1e-5, rtol=1e-5)
+        # Routers compute in float32, of which larger steps drown the rounding.
+        tolerance, eps = (2e-3, 1e-3) if case.widest == "float32" else (1e-5, None)
+        near = functools.partial(check_grads, atol=tolerance, rtol=tolerance, eps=eps)
         near(jax.jit(function), (moving,), 2)
         for name, array in moving.items():
             near(jax.jit(lambda one: function(moving | {name: one})), (array,), 1)  # noqa: B023
@@ -146,7 +148,7 @@ def test_second_derivatives_of_kernels(name):
     def second(path):
         case = made(name, path)
         arrays = normal(case)
-        moving = {name: arrays[name] / 4 for name in case.gradients}
+        moving = {name: arrays[name] for name in case.gradients}
         step = jax.checkpoint(lambda moving: case.forward(arrays | moving)[0])
         total = lambda tree: sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves(tree))
         first = jax.grad(lambda moving: total(step(moving)))

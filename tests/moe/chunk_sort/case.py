@@ -61,7 +61,7 @@ def sort_chunks(
             order = rng.integers(-1, chunks + 2, chunks)
             wild = rng.random(chunks) < 0.1
             order[wild] = rng.choice([info.min, info.max, *[2**32 + 1] * (info.bits > 32)])
-        fit = lambda array: np.clip(array, info.min, info.max).astype(integers)
+        fit: Any = lambda array: np.clip(array, info.min, info.max).astype(integers)
         arrays = {"x": draws.bits(rng, (rows, width), dtype), "sizes": fit(sizes)}
         arrays["order"] = fit(order)
         if probs:

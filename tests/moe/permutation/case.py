@@ -56,13 +56,15 @@ def row_sums(a: Near, b: Near) -> Near:
     return Near(product.value.sum(1), product.error.sum(1) + n * 2.0**-24 * size)
 
 
-def weighted_sums(rows: Array, weights: Array | None, gradient: Array, row_of: Array) -> Arrays:
+def weighted_sums(
+    rows: Array, weights: Array | None, gradient: Array, row_of: Array
+) -> dict[str, Any]:
     """The sums of each token's rows, times their weights, and the gradients of both."""
     num_rows, g = len(rows), exact(gradient)
     by_slot = None if weights is None else exact(weights)
     wanted: dict[str, Any] = {"out": rounded(summed(exact(rows), row_of, by_slot), rows.dtype)}
     spread = exact(move(g.value, row_of, num_rows))
-    if by_slot is None:
+    if weights is None or by_slot is None:
         return wanted | {"d_rows": rounded(spread, rows.dtype)}
     by_row = exact(move(by_slot.value, row_of, num_rows, by_slot=True)[:, None])
     taken = np.isin(np.arange(num_rows), row_of)[:, None]
@@ -124,7 +126,8 @@ class Moved:
 
 
 def _case(op: str, path: str, plan: Moved, *rest: Any) -> Case:
-    case = Case(op, path, *rest, names={"damaged": damaged})
+    case = Case(op, path, *rest)
+    case.names = {"damaged": damaged}
     case.is_checked = plan.damage != "sizes"  # rows are then written twice
     case.is_derivative = not plan.damage
     return case

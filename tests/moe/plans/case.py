@@ -94,9 +94,14 @@ class Sizes(NamedTuple):
 
 def ready_plan(ids: Array, num_experts: int, **options: int) -> moe.Plan:
     """What `moe.make_plan` returns, with nothing to compile."""
-    sizes = Sizes(*ids.shape, num_experts, **options)
-    static = {"num_rows": sizes.rows, "num_experts": num_experts, "align_size": sizes.align}
-    return moe.Plan(**sizes.plan(ids)._asdict(), **static)
+    sizes = Sizes(len(ids), ids.shape[1], num_experts, **options)
+    static: dict[str, Any] = {
+        "num_rows": sizes.rows,
+        "num_experts": num_experts,
+        "align_size": sizes.align,
+    }
+    fields: dict[str, Any] = sizes.plan(ids)._asdict()
+    return moe.Plan(**fields, **static)
 
 
 def draw_sizes(rng: Rng, path: str, distinct: bool = False) -> Sizes:
@@ -171,9 +176,9 @@ RANDOM = (draw_plan, draw_plan_from_mask)
 def kernels_for(pairs: str, max_blocks: int = 3) -> Iterator[None]:
     """The kernels for "few" or "many" pairs, for any number of them, with blocks so small that
     every loop is run more than once."""
-    bins = lambda experts: 32 if experts < 512 else 512
-    few = {"heuristic": lambda experts: FewPairsConfig(bins(experts), block_others=32)}
-    many = {"heuristic": lambda experts: SortConfig(bins(experts), part=16)}
+    bins: Any = lambda experts: 32 if experts < 512 else 512
+    few: Any = {"heuristic": lambda experts: FewPairsConfig(bins(experts), block_others=32)}
+    many: Any = {"heuristic": lambda experts: SortConfig(bins(experts), part=16)}
     most = 0 if pairs == "many" else 2048
     with (
         mock.patch.multiple(FewPairsConfig, max_pairs=most, **few),

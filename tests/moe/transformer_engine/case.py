@@ -51,7 +51,7 @@ class Map(NamedTuple):
         """Some experts have most tokens or none, and some tokens more experts than slots."""
         each = self.top_k or self.experts
         density = draws.shares(rng, self.experts) * each * one_of(rng, (0.5, 1, 3))
-        return rng.random((self.tokens, self.experts)) < density
+        return np.asarray(rng.random((self.tokens, self.experts)) < density)
 
     def routed(self, mask: Array) -> tuple[Array, Array, Array, Array]:
         """The row of each token and expert, row maps, pads before each expert, and group sizes."""
