@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from tests.fuzz import routing
-from tests.fuzz.activations import ACTIVATIONS, Activation, apart, glu_of, joined
 from tests.fuzz.products import FLOATS, dot, group_sum, outer, swapped, with_bias
 from tests.moe import draws
+from tests.moe.activations.case import ACTIVATIONS, Activation, apart, glu_of, joined
 from tests.moe.bounds import Array, Near, exact, rounded, sum_unit
 from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng, one_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -26,7 +27,7 @@ def blocks_of(x: Array, block: tuple[int, ...]) -> Array:
     parts = [n for s, b in zip(x.shape, block, strict=True) for n in (-(-s // b), b)]
     ndim = x.ndim
     order = [*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)]
-    return np.pad(x, edges).reshape(parts).transpose(order).reshape(*parts[::2], -1)
+    return np.pad(x, edges).reshape(parts).transpose(order).reshape(*parts[::2], math.prod(block))
 
 
 def array_of(blocks: Array, block: tuple[int, ...], shape: tuple[int, ...]) -> Array:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz import activations, feed_forward, products, quantizing, routing, scaled
+from tests.fuzz import feed_forward, products, quantizing, routing, scaled
+from tests.moe.activations import case as activations
 from tests.moe.case import Case
 from tests.moe.chunk_sort import case as chunk_sort
 from tests.moe.draws import Rng
@@ -16,6 +17,7 @@ NAMED: dict[str, Callable[..., Case]] = {
     **plans.NAMED,
     **permutation.NAMED,
     **chunk_sort.NAMED,
+    **activations.NAMED,
     **products.NAMED,
     **routing.NAMED,
     **feed_forward.NAMED,
@@ -39,16 +41,22 @@ UNUSUAL = [
     "chunks, int8",
     "chunks, float64",
     "chunks, wrong, 6 chunks in int32",
+    "quantized_glu, no gate",
 ]
 # For a GPU: the interpreter would take too long.
-LARGE: dict[str, Callable[..., Case]] = {**plans.LARGE, **permutation.LARGE, **chunk_sort.LARGE}
+LARGE: dict[str, Callable[..., Case]] = {
+    **plans.LARGE,
+    **permutation.LARGE,
+    **chunk_sort.LARGE,
+    **activations.LARGE,
+}
 RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *products.OPS,
     *scaled.OPS,
     *plans.RANDOM,
     *permutation.RANDOM,
     *chunk_sort.RANDOM,
-    *activations.OPS,
+    *activations.RANDOM,
     *feed_forward.OPS,
     *routing.OPS,
     *quantizing.OPS,
