@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import routing
 from tests.fuzz.products import FLOATS, dot, group_sum, outer, swapped, with_bias
 from tests.moe import draws
 from tests.moe.activations.case import ACTIVATIONS, Activation, apart, glu_of, joined
@@ -16,6 +15,7 @@ from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import back, move, summed
 from tests.moe.plans.case import plan_of, spans
+from tests.moe.router import case as routing
 
 
 def draw_feed_forward(rng: Rng, path: str) -> Case:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz import feed_forward, products, quantizing, routing, scaled
+from tests.fuzz import feed_forward, products, quantizing, scaled
 from tests.moe.activations import case as activations
 from tests.moe.case import Case
 from tests.moe.chunk_sort import case as chunk_sort
 from tests.moe.draws import Rng
 from tests.moe.permutation import case as permutation
 from tests.moe.plans import case as plans
+from tests.moe.router import case as router
 from tests.moe.transformer_engine import case as transformer_engine
 
 NAMED: dict[str, Callable[..., Case]] = {
@@ -19,7 +20,7 @@ NAMED: dict[str, Callable[..., Case]] = {
     **chunk_sort.NAMED,
     **activations.NAMED,
     **products.NAMED,
-    **routing.NAMED,
+    **router.NAMED,
     **feed_forward.NAMED,
     **transformer_engine.NAMED,
 }
@@ -49,6 +50,7 @@ LARGE: dict[str, Callable[..., Case]] = {
     **permutation.LARGE,
     **chunk_sort.LARGE,
     **activations.LARGE,
+    **router.LARGE,
 }
 RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *products.OPS,
@@ -58,6 +60,6 @@ RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *chunk_sort.RANDOM,
     *activations.RANDOM,
     *feed_forward.OPS,
-    *routing.OPS,
+    *router.RANDOM,
     *quantizing.OPS,
 )

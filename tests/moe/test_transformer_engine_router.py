@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.moe.router import oracle
+from tests.moe.router.case import scores_of
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import transformer_engine as te
@@ -110,7 +110,7 @@ def test_scores_for_the_auxiliary_loss(score, implementation):
 
     scores, chosen = map(np.asarray, choose(logits))
     name = "sigmoid" if score == "sigmoid" else "softmax"
-    expected = oracle.scores_of(logits, name)
+    expected = scores_of(logits, name)
     expected /= expected.sum(1, keepdims=True)
     np.testing.assert_allclose(scores, expected, rtol=2e-6)
     np.testing.assert_array_equal(chosen, logits >= np.sort(logits)[:, -4:-3])

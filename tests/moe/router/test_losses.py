@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.moe.router import oracle
+from tests.moe.router.case import scores_of
 from triax import moe
 from triax.testing import assert_close
 
@@ -33,7 +33,7 @@ def test_load_balancing_loss(dtype, score):
         return experts, moe.load_balancing_loss(logits, plan.group_counts, score=score)
 
     experts, loss = route_and_judge(logits)
-    scores = oracle.scores_of(np.asarray(logits, np.float64), score)
+    scores = scores_of(np.asarray(logits, np.float64), score)
     scores /= scores.sum(1, keepdims=True)
     share = np.bincount(np.asarray(experts).ravel(), minlength=EXPERTS) / (TOKENS * TOP_K)
     assert loss.dtype == jnp.float32
@@ -66,7 +66,7 @@ def test_router_z_loss(dtype):
     size = np.log(np.exp(wide).sum(1))
     loss, gradient = jax.jit(jax.value_and_grad(moe.router_z_loss))(logits)
     assert_close(loss, (size**2).mean(), terms=TOKENS)
-    expected = 2 * size[:, None] * oracle.scores_of(wide, "softmax") / TOKENS
+    expected = 2 * size[:, None] * scores_of(wide, "softmax") / TOKENS
     assert gradient.dtype == dtype
     assert_close(gradient, expected, terms=4)
 
@@ -147,7 +147,7 @@ def test_without_tokens_there_is_no_loss():
 def test_losses_of_one_token():
     logits = draw()[:1]
     counts = np.bincount([np.argmax(logits[0])], minlength=EXPERTS)
-    scores = oracle.scores_of(np.asarray(logits, np.float64), "softmax")[0]
+    scores = scores_of(np.asarray(logits, np.float64), "softmax")[0]
     size = np.log(np.exp(logits[0].astype(float)).sum())
     expected = EXPERTS * scores.max()
     assert_close(jax.jit(moe.load_balancing_loss)(logits, counts), expected, terms=EXPERTS)
