@@ -18,14 +18,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 
 from tests.moe.case import widths
-from tests.moe.cases import NAMED, ORDINARY, UNUSUAL
+from tests.moe.cases import LARGE, NAMED, ORDINARY, UNUSUAL
 
 paths = pytest.mark.parametrize("path", ["xla", "interpret"])
 
 
 def made(name, path):
     """A case, whose draws are its own."""
-    case = NAMED[name](path)
+    case = (NAMED | LARGE)[name](path)
     case.seed = zlib.crc32(name.encode())
     return case
 
