@@ -418,6 +418,19 @@ def where_fuzz() -> str:
     return f"{cases:,} cases. {machines}. {run['written'][:10]}.\n"
 
 
+def fuzz_forms() -> str:
+    """What was fuzzed on each pair of versions, every second program in a form."""
+    rows = []
+    for name in ("fuzz_forms", "fuzz_forms_newest"):
+        run = record(name)
+        by_op = [*run["results"]["triton"].values()]
+        sums = {what: sum(of[what] for of in by_op) for what in by_op[0]}
+        least = min(of["programs"] for of in by_op)
+        cells = f"{sums['programs']:,}", f"{least}", f"{sums['cases']:,}", f"{sums['wrong']}"
+        rows.append([run["ran_on"]["triton"], *cells])
+    return table(["", "programs", "of each op at least", "cases", "wrong"], rows)
+
+
 def covered() -> str:
     """How much of each package the tests ran through."""
     packages = record("coverage")["packages"]
@@ -761,6 +774,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layer_memory": layer_memory,
     "layer_budget": layer_budget,
     "fuzz": fuzz,
+    "fuzz_forms": fuzz_forms,
     "coverage": covered,
     "matrix": matrix,
     "by_version": by_version,
