@@ -1,7 +1,7 @@
 """How fast `quantize` is, as a fraction of a copy: of a stream of two bytes in and one out.
 
-bfloat16 to float8_e4m3fn; an array counts as read once. With --sweep it tries other blocks of each
-kernel, and writes nothing.
+bfloat16 to float8_e4m3fn; an array counts as read once. With --sweep it tries other blocks of the
+kernel for rows, the only one with a choice, and writes nothing.
 
     python -m benchmarks.quantize [--output FILE] [--sweep]
 """
@@ -20,7 +20,7 @@ from benchmarks.harness.inputs import normal
 from benchmarks.harness.streams import Stream, find_limit
 from triax import moe
 from triax.moe.quantization import launchers
-from triax.moe.quantization.configs import ColumnsConfig, RowsConfig, TilesConfig
+from triax.moe.quantization.configs import RowsConfig
 from triax.testing import assert_same_bits
 
 ROWS, WEIGHTS = (65536, 7168), (32, 7168, 4096)
@@ -50,24 +50,15 @@ def median_us(name, array):
 
 def sweep(name, array, copy_us):
     """Other configs, the fastest last."""
-    if CASES[name][0] == ROWS:
-        depth = CASES[name][1][-1] or ROWS[1]
-        columns = 1 << (depth - 1).bit_length()
-        whole = [
-            (n, columns, True) for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * columns <= 16384
-        ]
-        steps = [(1, n, False) for n in (1024, 2048, 4096) if n < columns]
-        kind, choices = RowsConfig, whole + steps
-    elif name.startswith("tiles"):
-        kind, choices = TilesConfig, [(n,) for n in (16, 32, 64, 128)]
-    else:
-        kind = ColumnsConfig
-        choices = list(itertools.product((32, 64, 128, 256), (16, 32, 64, 128)))
+    depth = CASES[name][1][-1] or ROWS[1]
+    columns = 1 << (depth - 1).bit_length()
+    whole = [(n, columns, True) for n in (1, 2, 4, 8, 16, 32, 64) if 1024 <= n * columns <= 16384]
+    steps = [(1, n, False) for n in (1024, 2048, 4096) if n < columns]
     found = {}
-    for block, num_warps in itertools.product(choices, (2, 4, 8, 16)):
-        config = kind(*block, num_warps)
+    for block, num_warps in itertools.product(whole + steps, (2, 4, 8, 16)):
+        config = RowsConfig(*block, num_warps)
         make = mock.Mock(return_value=config, for_depth=lambda *_, c=config: c)
-        with mock.patch.object(launchers, kind.__name__, make):
+        with mock.patch.object(launchers, "RowsConfig", make):
             jax.clear_caches()
             found[config] = median_us(name, array)
     for config, us in sorted(found.items(), key=lambda item: -item[1])[-8:]:
@@ -94,7 +85,7 @@ def measure(copies):
 
 def main():
     parser = record.parser(__file__, __doc__)
-    parser.add_argument("--sweep", nargs="*", help="names of cases; all by default")
+    parser.add_argument("--sweep", nargs="*", help="names of cases of rows; all by default")
     options = record.parse(parser)
     if options.sweep is None:
         copies = []
@@ -102,7 +93,7 @@ def main():
         return
     for array, copy, names in arrays():
         for name in names:
-            if not options.sweep or name in options.sweep:
+            if CASES[name][0] == ROWS and (not options.sweep or name in options.sweep):
                 print(name)
                 sweep(name, array, copy["median_us"])
 

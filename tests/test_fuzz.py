@@ -53,8 +53,8 @@ def two_units_off(original, *args, **options):
     return out.at[jnp.unravel_index(at, out.shape)].multiply(1 + 2 * jnp.finfo(out.dtype).eps)
 
 
-def rows_swapped(original, x, plan, **options):
-    out = original(x, plan, **options)
+def rows_swapped(original, x, plan, *args, **options):
+    out = original(x, plan, *args, **options)
     swapped = lambda rows: rows[jnp.arange(len(rows)).at[:2].set(jnp.array([1, 0])[: len(rows)])]
     return out._replace(rows=swapped(out.rows)) if isinstance(out, tuple) else swapped(out)
 
@@ -101,7 +101,7 @@ def last_weight_unscaled(original, *args, **options):
         ("plain", "ragged_dot", first_expert_alone, ""),
         ("scaled", "ragged_dot", first_expert_alone, "out"),
         ("permute", "permute", rows_swapped, "rows"),
-        ("unpermute", "unpermute", two_units_off, "out"),
+        ("unpermute", "unpermute", two_units_off, ""),
         ("unpermute", "unpermute", gradient_without_a_row, "d_"),
         ("plan", "make_plan", one_more_dropped, "num_dropped"),
         ("glu", "glu", gradient_without_a_row, "d_"),
