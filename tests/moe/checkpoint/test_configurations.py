@@ -326,6 +326,8 @@ def test_missing_last_experts(key):
         (packed, {"transform_config": {"config_groups": {}}}, r'\["transform_config"\]`: unknown'),
         (in_8_bits("weight_scale_inv", 32, 32), {"quant_method": "quark"}, "got 'quark'"),
         (in_8_bits("weight_scale_inv", 32, 32), {"num_bits": 4}, "must be one of 8; got 4"),
+        (in_8_bits("weight_scale_inv", 32, 32), {"bits": 4}, r'"bits"\]` must be one of 8; got 4'),
+        (gptq, {"quant_method": "gptq", "num_bits": 8}, r'"num_bits"\]` must be one of 4; got 8'),
         (
             in_8_bits("weight_scale_inv", 32, 32),
             {"weight_block_size": [64, 64]},

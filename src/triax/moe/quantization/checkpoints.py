@@ -272,8 +272,10 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
     act_order = _said(config, "desc_act", (True, False), False)
     act_order |= _said(config, "actorder", _ORDERS, "weight") in _BY_ACTIVATION
     groups = own.__getitem__ if act_order else own.get
+    bits = 4 if own.keys() & {"qweight", "weight_packed"} else 8
+    for key in ("bits", "num_bits"):
+        _said(config, key, (bits,), bits)
     if "qweight" in own:
-        _said(config, "bits", (4,), 4)
         words = own["qweight"], own["qzeros"], own["scales"]
         size = _integer(config, "group_size")
         methods = ("gptq",) if "g_idx" in own else ("gptq", "awq")
@@ -300,7 +302,6 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
         made = from_compressed_tensors(*packed, *more, group_size=size, tiles=False)
     else:
         _said(config, "quant_method", ("fp8", "fbgemm_fp8", "compressed-tensors"), "fp8")
-        _said(config, "num_bits", (8,), 8)
         scale = own.get("weight_scale", own.get("weight_scale_inv"))
         made = from_8_bits(own["weight"], scale, block_size=_block_size(config), tiles=False)
     made = made.mT
@@ -315,7 +316,6 @@ _BY_ACTIVATION = True, "group", "dynamic"
 _ORDERS = *_BY_ACTIVATION, False, "weight", "static"
 _PACK_QUANTIZED = {
     "quant_method": ("compressed-tensors",),
-    "num_bits": (4,),
     "type": ("int",),
     "format": ("pack-quantized",),
     "strategy": ("group", "channel"),
