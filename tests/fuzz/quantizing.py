@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.fuzz.products import put, sizes_of, zeros
 from tests.moe import draws
-from tests.moe.bounds import Array, Near, matmul, rounded, sum_unit
+from tests.moe.bounds import Array, Near, Numbers, matmul, rounded, sum_unit
 from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng, one_of
 from tests.moe.plans.case import spans
@@ -106,7 +106,7 @@ def quantize(rng: Rng, path: str) -> Case:
         if packed:
             codes = np.ascontiguousarray(values).view(np.uint8) & 15
             values = codes[..., ::2] + 16 * codes[..., 1::2]
-        return {"values": values, "scales": scales}
+        return {"values": Numbers(values), "scales": scales}
 
     return Case("quantize", path, call, ("values", "scales"), draw, expect)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.fuzz.quantizing import quantized as values_of
 from tests.moe import draws
-from tests.moe.bounds import TINY, U32, Array, Near, exact, rounded
+from tests.moe.bounds import TINY, U32, Array, Near, Numbers, exact, rounded
 from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import FLOATS, row_sums
@@ -301,7 +301,7 @@ def quantized(path: str, to: str = "float8_e4m3fn", **settings: Any) -> Case:
         block = (1, max(of.width, 1))
         values, scales = values_of(found["out"], to, block, False)
         out = of.expect(arrays, found["out"])["out"]
-        return {"out": out, "values": values.reshape(of.rows, of.width), "scales": scales}
+        return {"out": out, "values": Numbers(values.reshape(of.rows, of.width)), "scales": scales}
 
     call = f"moe.glu({of.positional}, {of.options}), "
     call += f"quantized_glu({of.positional}, {to!r}, {of.options})"

@@ -175,3 +175,12 @@ def test_a_policy_keeps_the_routing(capsys):
     lines = capsys.readouterr().out.splitlines()
     kept = {line.split()[0] for line in lines if "argument" not in line and "constant" not in line}
     assert kept == {"f32[6,3]", "i32[6,3]"}
+
+
+def test_gradients_by_experts_that_are_given_are_rounded_once():
+    """Those of a chosen logit and of the softmax's sum nearly cancel."""
+    logits = jnp.array([[10.0, 3.0, 0.0, 1.0]], jnp.float16)
+    experts, router = jnp.array([[0, 2]]), moe.Router(2, scale=3.0)
+    total = lambda logits: jnp.sum(moe.route(logits, router, experts=experts).weights)
+    wanted = jax.grad(total)(logits.astype(jnp.float32)).astype(jnp.float16)
+    np.testing.assert_array_equal(jax.grad(total)(logits), wanted)

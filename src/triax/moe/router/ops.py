@@ -115,11 +115,13 @@ def choose(
 
 def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routing:
     """The weights of experts that are given; zero for those that there are not."""
-    logits, experts = explicit.gathered(logits), explicit.gathered(experts)
+    # Widened once, so that the gradients of both uses are added before they are rounded.
+    logits = explicit.gathered(logits).astype(jnp.float32)
+    experts = explicit.gathered(experts)
     known = (experts >= 0) & (experts < logits.shape[1])
     # An id outside the experts gets a score of zero, which affects no sum and no gradient.
     rows = jnp.arange(experts.shape[0])[:, None]
-    taken = logits.astype(jnp.float32)[rows, jnp.where(known, experts, 0)]
+    taken = logits[rows, jnp.where(known, experts, 0)]
     nothing = 0 if spec.score == "none" else -jnp.inf
     weights = reference.weigh_taken(jnp.where(known, taken, nothing), logits, spec)
     weights = jnp.where(known, weights, 0)
