@@ -165,8 +165,8 @@ def load(
         known = {prefix + name for name in own}
         split = {n: n.removeprefix(prefix).rpartition(".") for n in names - known}
         # Those of quantized weights, and GPTQ's biases of layers that have none.
-        fine = {n for n, (of, _, end) in split.items() if of in linears and end != "bias"}
-        fine |= {n for n, (of, _, _) in split.items() if of in linears and not np.any(tensors[n])}
+        own_of = {n: end for n, (of, _, end) in split.items() if of in linears}
+        fine = {n for n, end in own_of.items() if end != "bias" or not np.any(tensors[n])}
         if unknown := sorted(names - known - fine):
             raise ValueError(
                 f"The checkpoint has `{unknown[0]}`, which its configuration does not ask for."

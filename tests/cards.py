@@ -20,7 +20,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -291,8 +290,7 @@ def assembled(launch: Launch, kernel: CompiledKernel, card: int) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         cubin, said = ptxas.assemble(kernel.ptx, Path(folder))
         overwritten = len(sass.hazards(sass.disassemble(cubin))) if card == 90 else 0
-    registers = re.search(r"Used (\d+) registers", said)
-    assert registers is not None, said
+    registers, spilled = ptxas.counts(said)
     sizes = [f"{n}={v}" for n, v in launch.constants.items() if n.startswith("BLOCK")]
     stages = dict(launch.options).get("num_stages")
     return Compiled(
@@ -301,8 +299,8 @@ def assembled(launch: Launch, kernel: CompiledKernel, card: int) -> Compiled:
             [*sizes, f"num_warps={kernel.num_warps}", *[f"num_stages={stages}"] * bool(stages)]
         ),
         kernel.shared_bytes,
-        int(registers[1]),
-        sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
+        registers,
+        spilled,
         next((name for name in _PRODUCTS if name in kernel.ptx), "none"),
         next((name for of, name in _LOADS.items() if of in kernel.ptx), "none"),
         "C7515" in said,

@@ -15,10 +15,14 @@ def known(place="user store", **changes):
     return dataclasses.replace(record(0), key=dataclasses.replace(KEY, **changes)), place
 
 
+def find(wanted, places):
+    return misses.described(wanted, misses.nearest(wanted, places))
+
+
 def test_nothing_is_known():
-    assert misses.find(KEY, []) == Miss()
-    assert misses.find(KEY, [(record(1), "user store")]) == Miss()  # of another kernel
-    assert misses.find(KEY, [known()]) == Miss()  # it is in a file of another name, say
+    assert find(KEY, []) == Miss()
+    assert find(KEY, [(record(1), "user store")]) == Miss()  # of another kernel
+    assert find(KEY, [known()]) == Miss()  # it is in a file of another name, say
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def test_nothing_is_known():
     ],
 )
 def test_what_differs(changes, text):
-    found = misses.find(KEY, [known(**changes)])
+    found = find(KEY, [known(**changes)])
     if text is None:  # a file of anybody's
         assert "\n" not in found.text
         assert len(found.text) < 150
@@ -51,9 +55,9 @@ def test_what_differs(changes, text):
 
 def test_another_gpu():
     place = known(gpu="Other")
-    assert misses.find(KEY, [place]).text == ("known for Other, this is Imaginary GPU (user store)")
+    assert find(KEY, [place]).text == ("known for Other, this is Imaginary GPU (user store)")
     nowhere = dataclasses.replace(KEY, gpu="")
-    assert misses.find(nowhere, [place]).text == (
+    assert find(nowhere, [place]).text == (
         "known for Other, this is a GPU without a name (user store)"
     )
 
@@ -68,11 +72,11 @@ def test_the_nearest_counts():
         known("package b", triton="3.5.1"),
         known("package a", triton="3.6.0", moved_bytes=8192),
     ]
-    assert misses.find(KEY, places).text == (
+    assert find(KEY, places).text == (
         "known for Triton 3.6.0, 3.5.1, this is 3.9.0 (package a, package b)"
     )
     sizes = [known(moved_bytes=4096 << i) for i in (9, 8, 7, 6, 5)]
-    assert misses.find(KEY, sizes).text == (
+    assert find(KEY, sizes).text == (
         "known for bytes moved: 131072, 262144, 524288, …, this is 4096 (user store)"
     )
 

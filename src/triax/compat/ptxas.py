@@ -47,12 +47,20 @@ def resources(ptx: str, shared_bytes: int, warps: int) -> Resources:
     """
     with tempfile.TemporaryDirectory() as folder:
         _, said = assemble(ptx, Path(folder))
+    static = re.search(r"(\d+) bytes smem", said)
+    return Resources(*counts(said), shared_bytes + int(static[1] if static else 0), warps)
+
+
+def counts(said: str) -> tuple[int, int]:
+    """Returns the registers of a thread, and the bytes that it spills, from what ptxas says.
+
+    Raises:
+      CompilationError: it says nothing of registers.
+    """
     used = re.search(r"Used (\d+) registers", said)
     if used is None:
         raise CompilationError(f"ptxas does not say how many registers it used: {said}")
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    static = re.search(r"(\d+) bytes smem", said)
-    return Resources(int(used[1]), spilled, shared_bytes + int(static[1] if static else 0), warps)
+    return int(used[1]), sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
 
 
 def assemble(ptx: str, folder: Path) -> tuple[Path, str]:

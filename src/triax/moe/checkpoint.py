@@ -111,6 +111,10 @@ class Checkpoint(Mapping[str, np.ndarray]):
     def __contains__(self, name: object) -> bool:
         return name in self.files
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns the tensor, or the default: without the names for an error's message."""
+        return self[name] if name in self else default  # noqa: SIM401  # this is `get`
+
     def __len__(self) -> int:
         return len(self.files)
 

@@ -83,17 +83,12 @@ def of_the_card(key: Key, near: Iterable[Near]) -> list[Near]:
     ]
 
 
-def find(key: Key, known: Iterable[tuple[Record, str]]) -> Miss:
-    """Compares a key with the nearest `known` records, which come with the names of their stores.
-
-    The text is such as "known for Triton 3.6.0, this is 3.9.0 (package norms)", or "" if the kernel
-    has no configs.
-    """
-    return described(key, nearest(key, known))
-
-
 def described(key: Key, near: Sequence[Near]) -> Miss:
-    """Says what differs in the first of some records, and in those that differ alike."""
+    """Says what differs in the first of some records, and in those that differ alike.
+
+    The text is such as "known for Triton 3.6.0, this is 3.9.0 (package norms)", or "" if there are
+    none.
+    """
     if not near:
         return Miss()
     fields, first = near[0].fields, near[0].record.key
