@@ -15,7 +15,10 @@ import pytest
 from tests.moe.placements import many
 from tests.moe.placements.case import Case
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
+    pytest.mark.filterwarnings("ignore:feed_forward gathers all experts:UserWarning"),
+]
 
 PARTS, CASES = 5, 20
 

@@ -173,6 +173,54 @@ def test_no_tokens(implementation):
         assert_same_bits(gradient, np.zeros_like(arg))
 
 
+@pytest.mark.parametrize("way", ["plain", "typed tokens", "axis_name"])
+def test_pairs_are_kept_or_counted_in_all_modes_alike(way):
+    """The sum over all devices: with ones everywhere a pair that is kept adds 1 to its token."""
+    chosen = np.random.default_rng(0).integers(0, 3, (16, 2)) % 4  # expert 3 gets none
+    ones = lambda *shape: jnp.ones(shape, jnp.float32)
+    experts = moe.Experts(ones(4, 1, 1), ones(4, 1, 1), activation="relu2")
+    axis_name = "t" if way == "axis_name" else None
+
+    def run(x, chosen, experts):
+        routing = moe.Routing(ones(*chosen.shape), chosen)
+        out = moe.feed_forward(x, routing, experts, capacity=2, axis_name=axis_name)
+        return out.tokens, out.num_dropped, out.group_counts
+
+    args = ones(16, 1), jnp.asarray(chosen), experts
+    if way != "plain":
+        kind = AxisType.Auto if way == "axis_name" else AxisType.Explicit
+        mesh = jax.make_mesh((4,), ("t",), (kind,), devices=jax.devices()[:4])
+        args = *jax.device_put(args[:2], NamedSharding(mesh, P("t"))), experts
+    if way == "axis_name":
+        run = jax.shard_map(run, mesh=mesh, in_specs=P("t"), out_specs=(P("t"), P(), P()))
+    tokens, dropped, counts = jax.jit(run)(*args)
+    np.testing.assert_array_equal(counts, np.bincount(chosen.ravel(), minlength=4))
+    assert 0 < dropped == chosen.size - np.sum(np.asarray(tokens))
+    if way != "axis_name":  # two pairs of each expert that has any, whoever has the tokens
+        assert dropped == chosen.size - 3 * 2
+
+
+@pytest.mark.parametrize("tokens_too", [True, False])
+def test_gathering_experts_is_told_where_the_layer_is_called(tokens_too):
+    x, logits, w_gate_up, w_down = draw(tokens=8)
+    arrays = x, logits[:, :4], moe.Experts(w_gate_up[:4], w_down[:4])
+    mesh = jax.make_mesh((2,), ("e",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    sharded = lambda tree: jax.device_put(tree, NamedSharding(mesh, P("e")))
+    args = *(sharded(arrays[:2]) if tokens_too else arrays[:2]), sharded(arrays[2])
+    call = lambda x, logits, experts: moe.feed_forward(x, logits, experts, moe.Router(2)).tokens
+    match = (
+        r"gathers all .*`experts\.w_gate_up` \(float32\[4,16,48\]\) over 'e'\. .* `axis_name='e'`"
+    )
+    with jax.set_mesh(mesh):
+        with pytest.warns(UserWarning, match=match) as told:
+            out = jax.jit(call)(*args)
+        assert [warning.filename for warning in told] == [__file__]
+        assert_close(out, np.asarray(call(*arrays)), terms=64)
+        # What the warning says to do if that is meant.
+        meant = jax.jit(lambda x, logits, e: call(x, logits, jax.sharding.reshard(e, P())))
+        assert_same_bits(meant(*args), out)
+
+
 def test_what_devices_count_of_their_tokens_is_summed():
     x, logits, *weights = draw(tokens=8)
     mesh = jax.make_mesh((2,), ("t",), (AxisType.Explicit,), devices=jax.devices()[:2])

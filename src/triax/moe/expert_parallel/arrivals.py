@@ -65,9 +65,8 @@ class Dispatched(NamedTuple):
       scales: [rows, scales] in the dtype of `scales`, or None.
       group_sizes: int32 [local experts], the rows of each group, as `ragged_dot` expects.
       group_counts: int32 [local experts], the received pairs of token and expert.
-      num_dropped: int32 [], dropped pairs: this device's pairs beyond `capacity`, and pairs
-        received that did not fit in `num_rows` (in scheme "choice", pairs sent that did not fit
-        there). `jax.lax.psum` over the axis gives the total.
+      num_dropped: int32 [], the pairs beyond `capacity`, and those that did not fit in `num_rows`,
+        summed over the devices of the axis.
       plan: for `combine`.
     """
 
@@ -192,7 +191,7 @@ def _send_tokens(operands: _Operands, capacity: int, padded: bool) -> Dispatched
         here_scales,
         received.group_sizes,
         received.group_counts,
-        num_dropped,
+        jax.lax.psum(num_dropped, axis.name),
         DispatchPlan(ways, received, axis.name, num_rows),
     )
 
@@ -204,6 +203,7 @@ def _send_choices(operands: _Operands, capacity: int | None) -> Dispatched:
     moved: Any = permute(x, sent, weights, scales, **path)
     counts = sent.group_sizes.reshape(axis.devices, axis.experts)
     slices, group_sizes, totals = exchanges.plan_slices(counts, axis.name, num_rows)
+    count = functools.partial(jnp.sum, dtype=jnp.int32)
 
     def to_devices(array: Any) -> jax.Array:
         return exchanges.ragged(array, slices, num_rows, axis.name)
@@ -214,7 +214,7 @@ def _send_choices(operands: _Operands, capacity: int | None) -> Dispatched:
         None if scales is None else to_devices(moved.scales),
         group_sizes,
         totals,
-        jnp.sum(experts >= 0, dtype=jnp.int32) - jnp.sum(slices.sizes, dtype=jnp.int32),
+        jax.lax.psum(count(experts >= 0) - count(slices.sizes), axis.name),
         DispatchPlan(Ways(sent, slices, None), None, axis.name, num_rows),
     )
 

@@ -8,12 +8,14 @@ axes, types show how tokens are sharded while the layer is traced.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from triax import messages
 from triax.moe.activations.functions import closes_over_arrays
 from triax.moe.activations.ops import activate
 from triax.moe.activations.options import resolve
@@ -39,8 +41,8 @@ class FeedForward(NamedTuple):
     Attributes:
       tokens: [tokens, hidden], in the dtype of `x`.
       group_counts: int32 [experts], the pairs routed to each expert, dropped pairs included, as
-        `load_balancing_loss` expects; with `axis_name` for the tokens of all devices.
-      num_dropped: int32 [], the pairs dropped because their expert was full.
+        `load_balancing_loss` expects; with `axis_name` summed over its devices.
+      num_dropped: int32 [], the pairs that a `capacity` dropped, of the same tokens.
       routing: the weights and experts of each token, as `route` returns them.
     """
 
@@ -65,6 +67,8 @@ def feed_forward(options: LayerOptions, x: Any, routing: Routing, experts: Exper
         return _spread(options, x, routing, experts)
     run, operands = functools.partial(_run, options), (x, routing, experts)
     mesh = explicit.explicit_mesh(operands)
+    if mesh is not None:
+        _warn_of_gathering(experts)
     # A capacity couples tokens, and a function may close over arrays, which cannot be sharded.
     if mesh is None or options.capacity is not None or callable(experts.activation):
         return run(*operands)
@@ -76,6 +80,24 @@ def feed_forward(options: LayerOptions, x: Any, routing: Routing, experts: Exper
     # Each device runs the layer on its tokens, and counts are summed over devices.
     by_tokens = Split(("th", "tk"), ("th", "e", "", "tk"), "t", part)
     return explicit.shard_only(mesh, run, by_tokens, *operands)
+
+
+def _warn_of_gathering(experts: Experts) -> None:
+    """Warns that explicit axes shard the experts, which each device gathers in every call."""
+    for path, array in jax.tree_util.tree_leaves_with_path(experts):
+        sharding = explicit.sharding_of(array)
+        axes = sharding.spec[0] if sharding is not None and sharding.spec else None
+        if axes:
+            warnings.warn(
+                "feed_forward gathers all experts on each device, in every call: explicit axes "
+                f"shard them, `experts{jax.tree_util.keystr(path)}` ({messages.short(array)}) over "
+                f"{axes!r}. To send tokens to the experts instead, call it inside `jax.shard_map` "
+                f"with `axis_name={axes!r}`. To gather without this warning, pass "
+                "`jax.sharding.reshard(experts, P())`.",
+                UserWarning,
+                stacklevel=5,
+            )
+            return
 
 
 def _run(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -> FeedForward:
@@ -118,7 +140,7 @@ def _spread(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -
     tokens = combined(out, sent.plan, None, **path)
     chosen = routing.experts.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)[None]
     counts = jax.lax.psum(jnp.sum(chosen, axis=0, dtype=jnp.int32), axis)
-    return FeedForward(tokens, counts, jax.lax.psum(sent.num_dropped, axis), routing)
+    return FeedForward(tokens, counts, sent.num_dropped, routing)
 
 
 class Arrived(NamedTuple):
