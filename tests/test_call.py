@@ -135,7 +135,7 @@ WRONG_TYPES = {
     "missing_operand": (
         lambda: without("n"),
         r"`out_type` has 1 output not aliased.*2 parameters not supplied \(out_ptr, n\)\. "
-        r"A parameter without a value is .*`n` looks like a number, .* pass `n=…` by",
+        r"A parameter without a value is an output: supply the parameters that are not outputs",
     ),
     "misspelt_operand": (
         lambda: add(X, y_prt=X),
@@ -518,6 +518,20 @@ class TestScalarsComputedByJax:
         with pytest.raises(CompilationError, match=message) as caught:
             cuda_call(function, *operands)
         assert "gets a pointer" not in str(caught.value)
+
+
+@triton.jit
+def increment_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < n
+    tl.store(x_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) + 1, mask=mask)
+
+
+def test_a_number_that_is_left_out_takes_an_output():
+    """So that their count is right."""
+    with pytest.raises(Exception, match="pointer") as caught:
+        triax.triton_call(X, kernel=increment_kernel, BLOCK=128, out_type=OUT, grid=1)
+    assert "gives no value for `n`, so the kernel gets outputs there" in caught.value.__notes__[0]
 
 
 def test_none_where_the_kernel_wants_an_array():

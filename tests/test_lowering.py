@@ -108,7 +108,7 @@ def test_one_pointer_for_an_aliased_pair_lowers(arrays):
             {},
             2,
             r"2 inputs and 2 outputs\. Each input and output takes one parameter; scalars go to "
-            r"`constexprs`, such as `n`",
+            r"`constexprs`\.",
         ),
         # With one of two aliased there are four, or three.
         ({1: 1}, 2, r"2 outputs, 1 of them aliased\. Each .* one parameter, or each aliased pair"),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from triax import devices, messages, settings
-from triax.binding import candidates, usage
+from triax.binding import candidates
 from triax.binding.arguments import seen_by_callables
 from triax.binding.grid import is_int
 from triax.binding.kernel import Kernel
@@ -267,13 +267,11 @@ def _place_pointers(
         remedy = "Each input and output takes one parameter"
         if aliases:
             remedy += ", or each aliased pair shares one"
-        numbers = usage.numbers(view.function, names)
-        which = f", such as {', '.join(f'`{n}`' for n in numbers)}" if numbers else ""
         raise ArgumentValueError(
             f"Kernel {view.name!r} has {messages.counted(len(names), 'parameter')} besides "
             f"`constexprs` ({', '.join(names)}), and the primitive has "
             f"{messages.counted(len(operands), 'input')} and "
             f"{messages.counted(len(results), 'output')}{aliased}. {remedy}; scalars go to "
-            f"`constexprs`{which}."
+            "`constexprs`."
         )
     return tuple(zip(names, pointers, strict=True))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from triax import messages
-from triax.binding import candidates, dtypes, grid, stand_in, usage
+from triax.binding import candidates, dtypes, grid, stand_in
 from triax.binding.descriptor import TensorDescriptor, check_strides
 from triax.binding.kernel import Kernel
 from triax.binding.launch import (
@@ -364,18 +364,11 @@ def _wrong_number_of_outputs(
 ) -> ArgumentTypeError:
     """Builds the error; `alike` are the operands that have the type of an output."""
     listed = f" ({', '.join(free)})" if free else ""
-    hint = "A parameter without a value is an output: supply the parameters that are not outputs. "
-    if (numbers := usage.numbers(view.function, free)) and outputs < len(free):
-        looks = "looks like a number" if len(numbers) == 1 else "look like numbers"
-        hint += (
-            f"{', '.join(f'`{n}`' for n in numbers)} {looks}, judging by the kernel's code: pass "
-            f"{', '.join(f'`{n}=…`' for n in numbers)} by name."
-        )
-    else:
-        hint += (
-            "An output that is aliased to an operand has no parameter of its own: the kernel "
-            "stores to the operand's parameter."
-        )
+    hint = (
+        "A parameter without a value is an output: supply the parameters that are not outputs. An "
+        "output that is aliased to an operand has no parameter of its own: the kernel stores to "
+        "the operand's parameter."
+    )
     if bound.described:
         hint += (
             f" The parameters with an output's descriptor ({', '.join(bound.described)}) take "

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from triax import messages
-from triax.binding import usage
 from triax.binding.launch import Launch, Operand, Result, Scalar
 from triax.compat import triton_private
 
@@ -32,17 +31,17 @@ def hint(launch: Launch, error: BaseException | None) -> str:
         n for n, leaf in leaves if isinstance(leaf, Operand) and launch.array_type(leaf).size == 1
     ]
     nones = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value is None]
-    free = [name for name, leaf in launch.named_leaves if isinstance(leaf, Result)]
-    if "pointer" in text and (numbers := usage.numbers(launch.kernel.function, free)):
-        return (
-            f" The call gives no value for {', '.join(f'`{n}`' for n in numbers)}, so the kernel "
-            "gets an output there, and calculates with it. Pass the number by name."
-        )
     if pointers and "pointer" in text:
         return (
             f" The kernel gets a pointer for {', '.join(pointers)}, as for every array. If it "
             "needs the number, pass a Python int or float, or read the array in the kernel with "
             "tl.load. Under jax.jit, a number must be a static argument."
+        )
+    outputs = [n for n, leaf in leaves if isinstance(leaf, Result)]
+    if outputs and "pointer" in text:
+        return (
+            f" The call gives no value for {', '.join(outputs)}, so the kernel gets outputs there. "
+            "Pass a number by name."
         )
     numbers = [n for n, leaf in leaves if isinstance(leaf, Scalar) and leaf.value is not None]
     if numbers and "Unsupported ptr type" in text:
