@@ -159,7 +159,7 @@ def measure_pair(name):
     inputs = make()
     policy.forget()
     (call,) = triax.explain(lambda *args: function(*args), *inputs)
-    decision = policy.decision(call.entry[0])
+    decision = policy.decision(call.entries[0])
     assert decision is not None
     assert decision.source == "measured now", decision.source
     # Twice: the exhaustive measurement is what the choice is judged by.

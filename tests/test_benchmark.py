@@ -160,17 +160,6 @@ def test_on_the_cpu():
     assert "by the host's clock" in repr(found)
 
 
-def test_a_table_for_a_notebook():
-    times = {"<a>": CallTiming(10.0, 9.0, 11.0, 5, "events")}
-    times["b & c"] = CallTiming(25.0, 24.0, 26.0, 5, "host-bound")
-    ratios = {"b & c": module.Ratio(2.5, 2.4, 2.6)}
-    html = triax.Benchmark("H200", times, ratios, stream_us=5.0)._repr_html_()
-    assert "<tr><td>&lt;a&gt;</td><td>10.00</td><td>9.00 to 11.00</td><td></td></tr>" in html
-    assert "<td>b &amp; c</td><td>≤25.00</td><td>24.00 to 26.00</td><td>2.50× (2.40 to 2" in html
-    assert "<td>limit of memory</td><td>5.00</td><td></td><td>0.50×</td>" in html
-    assert html.endswith("the device took this long at most</p>")
-
-
 def test_what_is_no_array_is_a_constant(timed):
     timed(lambda name, number: 1.0)
 

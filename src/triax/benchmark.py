@@ -67,7 +67,7 @@ class Ratio:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Benchmark:
-    """The result of `benchmark`, which shows as a table, in a notebook too.
+    """The result of `benchmark`, which shows as a table.
 
     Attributes:
       device: the kind of device measured on.
@@ -86,20 +86,6 @@ class Benchmark:
     stream_us: float | None = None
 
     def __repr__(self) -> str:
-        rows, notes = self._shown()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join([name.ljust(widths[0]), *map(str.rjust, rest, widths[1:-1]), last]).rstrip()
-            for name, *rest, last in rows
-        ]
-        return "\n".join([*lines, *notes])
-
-    def _repr_html_(self) -> str:
-        (head, *rows), notes = self._shown()
-        return messages.html_table(head, rows) + "".join(f"<p>{note}</p>" for note in notes)
-
-    def _shown(self) -> tuple[list[tuple[str, ...]], list[str]]:
-        """The rows of the table, its head first, and what to say below it."""
         methods = {t.method for t in self.times.values()}
         unit, scale = ("ms", 1e-3) if HOST in methods else ("µs", 1.0)
         rows: list[tuple[str, ...]] = [(self.device, unit, "10% to 90%", "times as long")]
@@ -110,12 +96,16 @@ class Benchmark:
         if self.stream_us is not None:
             share = self.stream_us / next(iter(self.times.values())).median_us
             rows.append(("limit of memory", f"{self.stream_us:.2f}", "", f"{share:.2f}×"))
-        notes = []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, rest, widths[1:-1]), last]).rstrip()
+            for name, *rest, last in rows
+        ]
         if HOST_BOUND in methods:
-            notes.append("≤ the host could not keep up: the device took this long at most")
+            lines.append("≤ the host could not keep up: the device took this long at most")
         if HOST in methods:
-            notes.append("by the host's clock: there is no GPU, and Triton kernels are interpreted")
-        return rows, notes
+            lines.append("by the host's clock: there is no GPU, and Triton kernels are interpreted")
+        return "\n".join(lines)
 
 
 def benchmark(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import html
 import inspect
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -50,17 +49,6 @@ def fields(value: Any) -> str:
     """The `repr` of a dataclass that may hold arrays: each field as `short` shows it."""
     shown = (f"{f.name}={short(getattr(value, f.name))}" for f in dataclasses.fields(value))
     return f"{type(value).__name__}({', '.join(shown)})"
-
-
-def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for a notebook; any text may stand in its cells."""
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        shown = (f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-        return f"<tr>{''.join(shown)}</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    return f"<table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
 
 
 def counted(number: int, what: str) -> str:

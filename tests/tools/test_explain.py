@@ -1,10 +1,9 @@
-"""How calls are shown, as text and in a notebook."""
+"""How calls are shown."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from html.parser import HTMLParser
 
 import jax
 import jax.numpy as jnp
@@ -27,30 +26,19 @@ CALL = triax.Explanation(
     target="triton_kernel_call_ffi",
     grid=((8, 1, 1), (4, 1, 1)),
     aliases=((0, 0),),
-    entry=("add_1", "add_2"),
+    entries=("add_1", "add_2"),
+    ptx=("", ""),
+    zeroed_bytes=((), ()),
+    shared_bytes=(0, 0),
+    num_warps=(4, 4),
+    saved=(),
+    operands=(),
+    results=(),
+    fenced=True,
+    opaque=b"",
     key="add-4096",
     measured_bytes=8192,
 )
-
-
-class Cells(HTMLParser):
-    """The texts of a page's cells, by table and row."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        assert tag in ["table", "thead", "tbody", "tr", "th", "td"]
-        rows = {"table": self.tables, "tr": self.tables and self.tables[-1]}
-        if tag in rows:
-            rows[tag].append([])
-        elif tag in ("th", "td"):
-            self.tables[-1][-1].append("")
-
-    def handle_data(self, data):
-        self.tables[-1][-1][-1] += data
 
 
 def test_text():
@@ -62,21 +50,6 @@ def test_text():
         "  needs 'a' < b & c  BLOCK=256",
     ]
     assert repr(Explanations([CALL, CALL])) == f"{CALL}\n{CALL}"
-
-
-def test_tables():
-    calls, candidates = Cells(Explanations([CALL, CALL])._repr_html_()).tables
-    cells = ["add<kernel>", "BLOCK=128 | BLOCK=256", "measured now", "triton_kernel_call_ffi"]
-    cells += ["8×1×1 | 4×1×1", "[(0, 0)]", "add-4096, measured on 8192 bytes"]
-    assert calls == [
-        ["kernel", "config", "source", "target", "grid", "aliases", "key"],
-        cells,
-        cells,
-    ]
-    times = [["BLOCK=128", "0.0125 ms"], ["BLOCK=256", "needs 'a' < b & c"]]
-    rows = [["add<kernel>", *time] for time in times]
-    assert candidates == [["kernel", "candidate", "median"], *rows, *rows]
-    assert Cells(CALL._repr_html_()).tables[0] == calls[:2]
 
 
 @pytest.mark.cuda_plugin

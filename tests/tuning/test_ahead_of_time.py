@@ -205,7 +205,7 @@ class TestSizes:
         small, large = triax.explain(both, np.zeros(64, np.float32), np.zeros(1 << 16, np.float32))
         assert {t.median_ms for t in small.timings} == {2.0}
         assert {t.median_ms for t in large.timings} == {3.0}
-        assert small.entry == large.entry
+        assert small.entries == large.entries
 
 
 def test_a_string_in_the_key(measurer):
@@ -253,7 +253,7 @@ def test_the_worker_gets_machine_code_of_what_xla_gets(measurer):
     call = explain()
     (job,) = measurer.jobs
     assert [c.cubin[:4] for c in job.candidates] == [b"\x7fELF"] * len(LABELS)
-    assert call.entry[0] == job.candidates[0].entry
+    assert call.entries[0] == job.candidates[0].entry
     for candidate in job.candidates:
         assert candidate.entry.encode() in candidate.cubin
 

@@ -9,32 +9,18 @@ from __future__ import annotations
 import collections
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class Opaque(NamedTuple):
-    """A custom call's payload. Most fields have an entry for each config that XLA may run.
+def decode(opaque: bytes) -> dict[str, Any]:
+    """Decodes the compressed payload of one custom call.
 
-    Attributes:
-      kernel: the kernel's name to show.
-      entries, ptx, grid, shared_bytes, num_warps: of each config; memory and warps of a program.
-      zeroed_bytes: of each config, the bytes that are zeroed for each array parameter.
-      saved: the buffers that run-time tuning saves: (input buffer, other buffer, bytes). Buffers
-        are numbered over inputs followed by outputs.
+    Returns:
+      `kernel`, the name to show; `entries`, `ptx`, `grid`, `zeroed_bytes` of each array parameter,
+      `shared_bytes` and `num_warps`, with an entry for each config that XLA may run; and `saved`,
+      the buffers that run-time tuning saves: (input buffer, other buffer, bytes), numbered over
+      inputs followed by outputs.
     """
-
-    kernel: str
-    entries: tuple[str, ...]
-    ptx: tuple[str, ...]
-    grid: tuple[tuple[int, int, int], ...]
-    zeroed_bytes: tuple[tuple[int, ...], ...]
-    shared_bytes: tuple[int, ...]
-    num_warps: tuple[int, ...]
-    saved: tuple[tuple[int, int, int], ...]
-
-
-def decode(opaque: bytes) -> Opaque:
-    """Decodes the compressed payload of one custom call."""
     message = _fields(zlib.decompress(opaque))
     kernel = message[4][0].decode() if message[4] else ""
     launches, saved = message[1][:1], []
@@ -42,8 +28,9 @@ def decode(opaque: bytes) -> Opaque:
         tuned = _fields(message[2][0])
         launches = [_fields(config)[1][0] for config in tuned[2]]
         saved = [_numbers(buffer, 1, 2, 3) for buffer in tuned[3]]
-    columns = zip(*map(_launch, launches), strict=True)
-    return Opaque(kernel, *columns, tuple(saved))
+    names = "entries", "ptx", "grid", "zeroed_bytes", "shared_bytes", "num_warps"
+    of_configs = dict(zip(names, zip(*map(_launch, launches), strict=True), strict=True))
+    return {"kernel": kernel, **of_configs, "saved": tuple(saved)}
 
 
 def _launch(data: bytes) -> tuple[Any, ...]:

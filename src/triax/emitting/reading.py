@@ -62,7 +62,7 @@ def triton_calls(lowered: Any) -> list[TritonCall]:
                 results=tuple(str(value.type) for value in op.results),
                 fenced=jax_modules.is_fenced(op),
                 opaque=opaque,
-                **triton_proto.decode(opaque)._asdict(),
+                **triton_proto.decode(opaque),
             )
         )
     return calls

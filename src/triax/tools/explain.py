@@ -13,6 +13,7 @@ from triax import messages
 from triax.compat import ptxas, triton_private
 from triax.compat.ptxas import Resources
 from triax.emitting import reading
+from triax.emitting.reading import TritonCall
 from triax.moe.products import choose
 from triax.moe.products.choose import ProductChoice
 from triax.tuning import policy
@@ -20,31 +21,21 @@ from triax.tuning.store import Timing
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(TritonCall):
     """One Triton call of a program.
 
-    `config` and `grid` hold one entry per config handed to XLA: one, unless tuning mode is
-    "runtime". `source` says where the choice came from. `timings` has every candidate's
-    median in milliseconds, if known: measured on a call that moved `measured_bytes` bytes. `key`
-    names the choice's record in the store; it ends in the number of bytes that this call moves.
-    `aliases` pairs operands and results of the custom call named `target`; `entry` is the
-    kernel's name in profiles, and `ptx` its code, for each config, with `shared_bytes` of shared
-    memory and `num_warps` of a program.
+    `config`, `grid`, `entries` and others hold one entry per config handed to XLA: one, unless
+    tuning mode is "runtime". `source` says where the choice came from. `timings` has every
+    candidate's median in milliseconds, if known: measured on a call that moved `measured_bytes`
+    bytes. `key` names the choice's record in the store; it ends in the number of bytes that this
+    call moves. `aliases` pairs operands and results of the custom call named `target`; `entries`
+    are the kernels' names in profiles, and `ptx` their code, with `shared_bytes` of shared memory
+    and `num_warps` of a program.
     """
 
-    kernel: str
-    config: tuple[str, ...]
     source: str
     timings: tuple[Timing, ...]
-    target: str
-    grid: tuple[tuple[int, int, int], ...]
-    aliases: tuple[tuple[int, int], ...]
-    entry: tuple[str, ...]
-    key: str = ""
-    measured_bytes: int | None = None
-    ptx: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    shared_bytes: tuple[int, ...] = ()
-    num_warps: tuple[int, ...] = ()
+    measured_bytes: int | None
 
     def resources(self) -> tuple[Resources, ...]:
         """Returns what each config's kernel uses: registers, spills, shared memory, warps.
@@ -60,35 +51,21 @@ class Explanation:
         return tuple(ptxas.resources(*kernel) for kernel in kernels)
 
     def __str__(self) -> str:
-        _, config, source, target, grid, aliases, key = self._cells()
-        lines = [f"{self.kernel}: {config}  ({source})"]
-        lines.append(f"  {target}, grid {grid}, aliases {aliases}")
-        if key:
-            lines.append(f"  key {key}")
-        lines += [f"  {time:>12}  {config}" for config, time in self._times()]
-        return "\n".join(lines)
-
-    def _cells(self) -> tuple[str, ...]:
         grids = " | ".join("×".join(map(str, grid)) for grid in self.grid)
-        key = self.key
-        if self.measured_bytes is not None and not key.endswith(f"-{self.measured_bytes}"):
-            key += f", measured on {self.measured_bytes} bytes"
-        aliases = str([*self.aliases])
-        return self.kernel, " | ".join(self.config), self.source, self.target, grids, aliases, key
-
-    def _times(self) -> list[tuple[str, str]]:
-        """Each candidate, with its time or why it has none."""
-        return [
-            (t.config, (t.error or "not timed") if t.median_ms is None else f"{t.median_ms:.4f} ms")
-            for t in self.timings
-        ]
-
-    def _repr_html_(self) -> str:
-        return Explanations([self])._repr_html_()
+        lines = [f"{self.kernel}: {' | '.join(self.config)}  ({self.source})"]
+        lines.append(f"  {self.target}, grid {grids}, aliases {[*self.aliases]}")
+        if self.key:
+            size = self.measured_bytes
+            is_own = size is None or self.key.endswith(f"-{size}")
+            lines.append(f"  key {self.key}" + ("" if is_own else f", measured on {size} bytes"))
+        for t in self.timings:
+            time = (t.error or "not timed") if t.median_ms is None else f"{t.median_ms:.4f} ms"
+            lines.append(f"  {time:>12}  {t.config}")
+        return "\n".join(lines)
 
 
 class Explanations(list[Explanation]):
-    """A list that shows as text, and in a notebook as a table of calls and one of candidates.
+    """A list that shows as text.
 
     `products` has the kernel that was chosen for each matmul of `triax.moe`, and what those that
     come before it need.
@@ -98,22 +75,6 @@ class Explanations(list[Explanation]):
 
     def __repr__(self) -> str:
         return "\n".join(map(str, [*self, *self.products])) or "no Triton calls"
-
-    def _repr_html_(self) -> str:
-        head = "kernel", "config", "source", "target", "grid", "aliases", "key"
-        tables = [messages.html_table(head, (call._cells() for call in self))]
-        timed = [(call.kernel, *times) for call in self for times in call._times()]
-        if timed:
-            tables.append(messages.html_table(("kernel", "candidate", "median"), timed))
-        chosen = [
-            (choice.product, choice.kernel, *need)
-            for choice in self.products
-            for need in choice.needs or [("", "")]
-        ]
-        if chosen:
-            columns = "product", "kernel", "not", "because that needs"
-            tables.append(messages.html_table(columns, chosen))
-        return "".join(tables)
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanations:
@@ -130,11 +91,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
       *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      One `Explanation` per call, in program order. A call in a loop's body is listed once. The
-      list shows as text, and in a notebook as a table. Functions that XLA partitions over devices
-      while it compiles the program are not looked into: a warning says how many there are. The
-      attribute `products` has the kernel that was chosen for each matmul of `triax.moe`, and what
-      those before it need.
+      One `Explanation` per call, in program order, as a list that shows as text. A call in a loop's
+      body is listed once. Functions that XLA partitions over devices while it compiles the program
+      are not looked into: a warning says how many there are. The attribute `products` has the
+      kernel that was chosen for each matmul of `triax.moe`, and what those before it need.
 
     Raises:
       MissingDependencyError: Triton is not installed, and so there are no calls.
@@ -161,20 +121,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     return explanations
 
 
-def _explanation(call: reading.TritonCall) -> Explanation:
+def _explanation(call: TritonCall) -> Explanation:
     decision = policy.decision(call.key or call.entries[0])
     return Explanation(
-        kernel=call.kernel,
-        config=call.config,
+        **vars(call),
         source=decision.source if decision else "unknown",
         timings=decision.timings if decision else (),
-        target=call.target,
-        grid=call.grid,
-        aliases=call.aliases,
-        entry=call.entries,
-        key=call.key,
         measured_bytes=decision.measured_bytes if decision else None,
-        ptx=call.ptx,
-        shared_bytes=call.shared_bytes,
-        num_warps=call.num_warps,
     )
