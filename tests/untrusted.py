@@ -48,7 +48,7 @@ with atheris.instrument_imports(include=["triax"]):
 VALID = records.record(0).to_json()
 COMMANDS = (
     *("doctor", "tune", "explain", "cache", "bench", "list", "dir", "show", "clear"),
-    *("--all", "--json", "--ptx", "--into", "-v", "--version", "--workarounds"),
+    *("--all", "--json", "--ptx", "--into", "-v", "--version"),
     *(
         "--output",
         "--help",

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from triax.compat import workarounds
 from triax.compat.versions import __version__
 from triax.errors import ArgumentValueError, TriaxError
 from triax.messages import counted
@@ -73,8 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("doctor", help="what works here, and how to fix the rest")
     command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--workarounds", action="store_true", help="list upstream workarounds")
-    command.set_defaults(run=_doctor)
+    command.set_defaults(run=lambda options: doctor.doctor(options.json))
 
     command = commands.add_parser("tune", help="measure the Triton calls of a function")
     command.set_defaults(run=_tune, tool=tune, show=_show_tuned)
@@ -113,13 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(nothing="nothing to show: the function returned nothing")
     _add_function(command, "a function without arguments that returns what `triax.benchmark` does")
     return parser
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    if options.workarounds:
-        print(workarounds.listed())
-        return 0
-    return doctor.doctor(options.json)
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -4,6 +4,5 @@
 wrap the internals of JAX, of Triton's compiler and of its interpreter. While Triax compiles or
 interprets, some of Triton's functions are patched: `triton_patches` has the patches for compiling,
 `patching` makes and undoes patches, and `triton_lock` keeps compiling and interpreting apart.
-`triton_proto` decodes jaxlib's Triton calls. `workarounds` lists the comments that mark workarounds
-for faults in other projects.
+`triton_proto` decodes jaxlib's Triton calls.
 """
