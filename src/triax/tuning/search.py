@@ -37,12 +37,12 @@ def search(request: Request) -> Record | Fallback:
     """
     call, key = request.call, request.key
     timings: dict[str, Timing] = {}
-    with contextlib.closing(Progress(call.display_name, len(request.launches))) as progress:
-        compiled, problem = _compile(request, timings, progress)
-        if compiled and not problem:
-            problem = _measure(request, compiled, timings, progress)
-        if problem:
-            return _fallback(problem, timings)
+    progress = Progress(call.display_name, len(request.launches))
+    compiled, problem = _compile(request, timings, progress)
+    if compiled and not problem:
+        problem = _measure(request, compiled, timings, progress)
+    if problem:
+        return _fallback(problem, timings)
     ordered = [timings[label(launch)] for launch in request.launches]
     timed = [timing for timing in ordered if timing.error is None]
     if not timed:

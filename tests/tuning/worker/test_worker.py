@@ -49,7 +49,7 @@ def make_job(*grids, timeout_s=5.0, budget_s=20.0, buffers=(), limit_bytes=None)
 def run(job):
     """The timings by grid."""
     timings = {}
-    measure.measure(job, DEVICE, Progress("kernel", 1, quiet_s=0.5), timings)
+    measure.measure(job, DEVICE, Progress("kernel", 1), timings)
     return {candidate.grid[0]: timings.pop(candidate.label) for candidate in job.candidates}
 
 
