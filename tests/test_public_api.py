@@ -22,7 +22,6 @@ PUBLIC = {
         "Records",
         "TensorDescriptor",
         "TriaxError",
-        "Tuned",
         "__version__",
         "benchmark",
         "errors",

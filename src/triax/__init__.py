@@ -25,7 +25,6 @@ from triax.settings import tuning_mode as tuning_mode
 from triax.sharding.api import sharded as sharded
 from triax.tools.explain import Explanation as Explanation
 from triax.tools.explain import explain as explain
-from triax.tools.tune import Tuned as Tuned
 from triax.tools.tune import tune as tune
 from triax.tuning.recording import Records as Records
 from triax.tuning.recording import record as record
@@ -36,7 +35,6 @@ __all__ = [
     "Records",
     "TensorDescriptor",
     "TriaxError",
-    "Tuned",
     "__version__",
     "benchmark",
     "errors",

@@ -18,8 +18,9 @@ from triax.errors import ArgumentValueError, TriaxError
 from triax.messages import counted
 from triax.tools import cache, doctor, programs
 from triax.tools.explain import Explanation, explain
-from triax.tools.tune import Tuned, tune
+from triax.tools.tune import tune
 from triax.tuning.recording import record
+from triax.tuning.store import Record
 
 logger = logging.getLogger(__name__)
 
@@ -161,8 +162,8 @@ def _with_function(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show_tuned(result: Tuned, options: argparse.Namespace) -> None:
-    print(f"{result.kernel}: {result.config}")
+def _show_tuned(result: Record, options: argparse.Namespace) -> None:
+    print(f"{result.key.kernel}: {result.config}")
     for timing in result.timings:
         time = "failed" if timing.median_ms is None else f"{timing.median_ms:10.4f} ms"
         print(f"  {time:>13}  {timing.config}" + (f"  {timing.error}" if timing.error else ""))

@@ -320,7 +320,7 @@ def test_tune_measures_real_operands():
     x = jnp.ones((4096, 4096), jnp.bfloat16)
     index = jnp.asarray(np.random.default_rng(0).permutation(4096).astype(np.int32))
     (result,) = triax.tune(lambda x, i: jax.jit(gather)(gather(x, i), i), x, index)
-    assert result.kernel == "gather_kernel"
+    assert result.key.kernel == "gather_kernel"
     assert len([t for t in result.timings if t.median_ms]) == 8
     (record,) = [r for _, r in store.user_store().records()]
     assert record.inputs == "real operands"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,20 +15,11 @@ from triax.devices import Device, capability_of, is_cuda
 from triax.errors import ArgumentTypeError, UnsupportedError
 from triax.primitive import eager_listener
 from triax.tuning import policy
+from triax.tuning.recording import Records, record
 from triax.tuning.request import Request
-from triax.tuning.store import Timing
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuned:
-    """One tuned call: its kernel, the config it got, and every candidate's time."""
-
-    kernel: str
-    config: str
-    timings: tuple[Timing, ...]
-
-
-def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]:
+def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Records:
     """Measures the configs of every Triton call in a function on copies of its real operands.
 
         triax.tune(train_step, params, batch)
@@ -45,7 +35,8 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
       *args, **kwargs: its arguments.
 
     Returns:
-      The tuned calls in order of first use, one per key.
+      The `Records` of the calls in order of first use, one per key, each with every candidate's
+      time. They are saved already; `save` also writes them into another folder.
 
     Raises:
       ArgumentTypeError: `function` is not callable, or JAX is tracing, as inside `jax.jit`.
@@ -55,7 +46,7 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
     """
     messages.check_callable("function", function)
     _check_values((args, kwargs))
-    tuned: dict[str, Tuned] = {}
+    tuned: set[str] = set()  # names of keys
 
     def listen(call: BoundCall, operands: Sequence[Any], result_avals: Any) -> None:
         types = tuple(map(ArrayType.of, operands))
@@ -65,19 +56,18 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tuned]
         device, capability = _device(call, operands)
         compile_all = compiler.compile_all
         request = Request(call, launches, capability, compile_all, device, list(operands))
-        if request.key.name in tuned:
-            return
-        decision = policy.choose(request).decision
-        tuned[request.key.name] = Tuned(call.display_name, decision.config, decision.timings)
+        if request.key.name not in tuned:
+            tuned.add(request.key.name)
+            policy.choose(request)
 
     token = eager_listener.set(listen)
     try:
-        with jax.disable_jit():
+        with record() as records, jax.disable_jit():
             result = jax.block_until_ready(function(*args, **kwargs))
     finally:
         eager_listener.reset(token)
     _check_values(result)
-    return list(tuned.values())
+    return records
 
 
 def _check_values(arrays: Any) -> None:
