@@ -38,14 +38,6 @@ _SAID: dict[str, tuple[str, Callable[[Key, Key], str]]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Miss:
-    """The fields in which the nearest known keys differ from a call's, and a text about them."""
-
-    fields: tuple[str, ...] = ()
-    text: str = ""
-
-
 class Near(NamedTuple):
     """A known record, the name of its store, and the fields in which its key differs."""
 
@@ -83,14 +75,14 @@ def of_the_card(key: Key, near: Iterable[Near]) -> list[Near]:
     ]
 
 
-def described(key: Key, near: Sequence[Near]) -> Miss:
+def described(key: Key, near: Sequence[Near]) -> str:
     """Says what differs in the first of some records, and in those that differ alike.
 
     The text is such as "known for Triton 3.6.0, this is 3.9.0 (package norms)", or "" if there are
     none.
     """
     if not near:
-        return Miss()
+        return ""
     fields, first = near[0].fields, near[0].record.key
     alike = [(one.record.key, one.place) for one in near if one.fields == fields]
     texts = []
@@ -100,7 +92,7 @@ def described(key: Key, near: Sequence[Near]) -> Miss:
         ours = _quoted(value(key, first))
         texts.append(before + theirs + (f", this is {ours}" if ours else ""))
     where = _listed(place for _, place in alike)
-    return Miss(fields, f"known for {'; '.join(texts)} ({where})")
+    return f"known for {'; '.join(texts)} ({where})"
 
 
 def _differing(key: Key, other: Key) -> tuple[str, ...]:

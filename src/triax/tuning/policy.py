@@ -181,7 +181,8 @@ def _fall_back(request: Request, fallback: Fallback) -> Choice:
     Those that were the best in the nearest known records of the same GPU come first.
     """
     call, key = request.call, request.key
-    near = misses.of_the_card(key, _nearest_records(request))
+    nearest = _nearest_records(request)
+    near = misses.of_the_card(key, nearest)
     best = [one.record.config for one in near]
     left = [s for s in request.stand_ins if label(s) not in fallback.failed]
 
@@ -192,7 +193,7 @@ def _fall_back(request: Request, fallback: Fallback) -> Choice:
     left.sort(key=order)
     config = label(request.that_compile([[launch] for launch in left])[0])
     chosen = [one for one in near if one.record.config == config]
-    known = misses.described(key, chosen or _nearest_records(request)).text
+    known = misses.described(key, chosen or nearest)
     if chosen:
         source = f"nearest known config ({chosen[0].place})"
         using = f"using [{config}], the best of the nearest record, {known}"
@@ -242,10 +243,11 @@ def _measured_or_not(request: Request) -> Decision | Fallback:
     """The config that another process of the job or this one measures, or why neither does."""
     call, name = request.call, request.key.name
     if call.tuning == "strict":
+        known = misses.described(request.key, _nearest_records(request))
         raise TuningError(
             f"Kernel {call.display_name!r} has {len(request.launches)} configs, but no tuned one "
             f"is known for {name}, and tuning mode 'strict' requires it. "
-            + (f"One is {known}. " if (known := _miss(request).text) else "")
+            + (f"One is {known}. " if known else "")
             + f"Tune it with {HOW_TO_TUNE}, or run once with TRIAX_AUTOTUNE=auto."
             + _about_gpu(request.device)
         )
@@ -257,8 +259,10 @@ def _measured_or_not(request: Request) -> Decision | Fallback:
         return Decision(config, _ELSEWHERE)
     if problem is not None:
         return problem
-    if (miss := _miss(request)).fields == ("triton",):
-        _warn(f"kernels are measured anew, because their configs are {miss.text}")
+    near = _nearest_records(request)
+    if near and near[0].fields == ("triton",):
+        known = misses.described(request.key, near)
+        _warn(f"kernels are measured anew, because their configs are {known}")
     if isinstance(outcome := _search(request), Fallback):
         _unmeasurable[name] = outcome
     return outcome
@@ -312,11 +316,6 @@ def _about_gpu(device: Device | None) -> str:
     if device is None:
         return " If that GPU is not here, set TRIAX_GPU to its name."
     return "" if device.measurable else f" The GPU is {device.name!r}."
-
-
-def _miss(request: Request) -> misses.Miss:
-    """Says why none of the kernel's known configs serves the request."""
-    return misses.described(request.key, _nearest_records(request))
 
 
 def _nearest_records(request: Request) -> list[misses.Near]:
