@@ -1,5 +1,5 @@
-"""`triax.benchmark` of users' functions, `triax bench`, and the clock, on a device that is made up:
-its host and its queue have clocks of their own."""
+"""`triax.benchmark` of users' functions, and the clock, on a device that is made up: its host and
+its queue have clocks of their own."""
 
 import importlib
 import sys
@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 import triax
-from tests.tools.test_cli import program
 from tests.tuning import fake_driver
-from triax import cli
 from triax.benchmark import CallTiming, time_calls
 from triax.benchmark_kernels import BLOCK, delay, stream
 from triax.compat import jax_private
@@ -251,33 +249,6 @@ def test_arrays_elsewhere():
     x = jax.device_put(X, jax.devices()[1])
     with pytest.raises(UnsupportedError, match=r"must be on .*; one is on .*`jax.device_put`"):
         triax.benchmark(double, x)
-
-
-class TestCommand:
-    def test_shows_what_a_function_returns(self, tmp_path, capsys):
-        file = program(
-            tmp_path,
-            "import jax.numpy as jnp, triax\n"
-            "def main():\n"
-            "    x = jnp.ones((3, 4))\n"
-            "    one = triax.benchmark(lambda x: x + x, x, against={'other': lambda x: 2 * x})\n"
-            "    return [one, one]\n",
-        )
-        assert cli.main(["bench", f"{file}:main"]) == 0
-        assert capsys.readouterr().out.count("\nother ") == 2
-
-    def test_wrong_results_fail(self, tmp_path, capsys):
-        text = "import jax.numpy as jnp, triax\ndef main():\n    return triax.benchmark("
-        text += "jnp.sin, jnp.ones(3), against=jnp.cos)\n"
-        assert cli.main(["bench", f"{program(tmp_path, text)}:main"]) == 1
-        said = capsys.readouterr()
-        assert "'cos' and 'sin' do not compute the same" in said.err
-        assert said.out == ""
-
-    def test_a_function_that_returns_nothing(self, tmp_path, capsys):
-        file = program(tmp_path, "def main():\n    pass\n")
-        assert cli.main(["bench", f"{file}:main"]) == 0
-        assert capsys.readouterr().out == "nothing to show: the function returned nothing\n"
 
 
 # --- timing ----------------------------------------------------------------------------

@@ -47,7 +47,7 @@ with atheris.instrument_imports(include=["triax"]):
 
 VALID = records.record(0).to_json()
 COMMANDS = (
-    *("doctor", "tune", "explain", "cache", "bench", "list", "dir", "show", "clear"),
+    *("doctor", "tune", "explain", "cache", "list", "show", "clear"),
     *("--all", "--json", "--ptx", "--into", "-v", "--version"),
     *(
         "--output",

@@ -1,4 +1,4 @@
-"""The command line: `triax doctor`, `tune`, `explain`, `cache` and `bench`."""
+"""The command line: `triax doctor`, `tune`, `explain` and `cache`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from triax.compat.versions import __version__
 from triax.errors import ArgumentValueError, TriaxError
@@ -96,21 +95,14 @@ def _parser() -> argparse.ArgumentParser:
     actions = command.add_subparsers(required=True, metavar="action")
     action = actions.add_parser("list", help="one line per config: date, size, time, config")
     action.set_defaults(run=lambda options: cache.list_configs())
-    action = actions.add_parser("dir", help="the folder of the user's store")
-    action.set_defaults(run=lambda options: cache.show_folder())
     action = actions.add_parser("show", help="print the records of configs in full")
     action.add_argument("name", help="a kernel, or the name that `list` shows")
     action.set_defaults(run=lambda options: cache.show(options.name))
     action = actions.add_parser("clear", help="delete configs from the user's store")
-    which = action.add_mutually_exclusive_group()
-    which.add_argument("name", nargs="?", help="a kernel, or a name; everything if left out")
-    which.add_argument("--all", action="store_true", help="everything, without asking")
-    action.set_defaults(run=lambda options: cache.clear(options.name, options.all))
-
-    command = commands.add_parser("bench", help="run a function, and print its benchmarks")
-    command.set_defaults(run=_with_function, tool=_returned, show=lambda of, _: print(f"{of}\n"))
-    command.set_defaults(nothing="nothing to show: the function returned nothing")
-    _add_function(command, "a function without arguments that returns what `triax.benchmark` does")
+    which = action.add_mutually_exclusive_group(required=True)
+    which.add_argument("name", nargs="?", help="a kernel, or the name that `list` shows")
+    which.add_argument("--all", action="store_true", help="everything")
+    action.set_defaults(run=lambda options: cache.clear(options.name))
     return parser
 
 
@@ -128,15 +120,8 @@ def _tune(options: argparse.Namespace) -> int:
     return status
 
 
-def _returned(function: Callable[[], Any]) -> list[Any]:
-    result = function()
-    return [*result] if isinstance(result, (list, tuple)) else [result] * (result is not None)
-
-
-def _add_function(
-    command: argparse.ArgumentParser, what: str = "a function without arguments that calls kernels"
-) -> None:
-    about = f"{what}; or package.module:FUNCTION"
+def _add_function(command: argparse.ArgumentParser) -> None:
+    about = "a function without arguments that calls kernels; or package.module:FUNCTION"
     command.add_argument("function", metavar="FILE:FUNCTION", help=about)
 
 

@@ -139,7 +139,7 @@ def test_tune_without_a_gpu_says_so(tmp_path, capsys):
 
 
 def test_words_that_no_command_takes(capsys):
-    for words in (["cache", "list", "kernel_1"], ["bench", "a:b", "--fast"]):
+    for words in (["cache", "list", "kernel_1"], ["explain", "a:b", "--fast"]):
         with pytest.raises(SystemExit):
             cli.main(words)
         assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err

@@ -12,10 +12,9 @@ from typing import TypeGuard
 
 from triax import settings
 from triax.compat import triton_private
-from triax.errors import ArgumentValueError
 from triax.messages import counted, near_misses
 from triax.tuning import store
-from triax.tuning.store import Record, Store
+from triax.tuning.store import Record
 
 NOTHING_YET = (
     "kernels with several configs are measured when they are first compiled on a GPU, or by "
@@ -60,12 +59,6 @@ def list_configs() -> int:
     return status
 
 
-def show_folder() -> int:
-    """Prints the folder of the user's store, whether or not it exists yet."""
-    print(store.user_store().folder)
-    return 0
-
-
 def show(name: str) -> int:
     """Prints the records of a kernel, or of a file by its name without the suffix."""
     shown, status = 0, 0
@@ -80,20 +73,15 @@ def show(name: str) -> int:
     return status if shown else _nothing_named(name)
 
 
-def clear(name: str | None, everything: bool) -> int:
-    """Deletes records from the user's store, by name, or all of them with the leftovers."""
+def clear(name: str | None) -> int:
+    """Deletes records from the user's store, by name; for None all of them, with the leftovers."""
     place = store.user_store()
     records = list(place.records())
     paths = [path for path, record in records if _is_named(record, path, name)]
     if name is not None and not paths:
         return _nothing_named(name)
     count = len(paths)
-    if name is None and not records and not place.leftovers():
-        print(f"nothing to delete: there are no tuned configs in {place.folder}")
-        return 0
     if name is None:
-        if not everything and not _may_delete(count, place):
-            return 1
         paths += place.leftovers()
     for path in paths:
         path.unlink(missing_ok=True)
@@ -111,20 +99,6 @@ def _is_named(record: Record | Exception, path: Path, name: str | None) -> TypeG
 def _nothing_named(name: str) -> int:
     _complain(f"no tuned config named {name!r}; `triax cache list` shows the names")
     return 1
-
-
-def _may_delete(count: int, place: Store) -> bool:
-    """Asks for confirmation; an error if there is no terminal."""
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise ArgumentValueError(
-            "`triax cache clear` without a name deletes everything, and there is no terminal to "
-            "confirm this on. Give `--all`, or a name."
-        )
-    try:
-        answer = input(f"delete all {counted(count, 'config')} from {place.folder}? [y/N] ")
-    except EOFError:
-        return False
-    return answer.strip().lower() in ("y", "yes")
 
 
 def _complain(text: str) -> None:
