@@ -11,6 +11,7 @@ from tests.moe.chunk_sort import case as chunk_sort
 from tests.moe.draws import Rng
 from tests.moe.permutation import case as permutation
 from tests.moe.plans import case as plans
+from tests.moe.quantization import case as quantization
 from tests.moe.router import case as router
 from tests.moe.transformer_engine import case as transformer_engine
 
@@ -18,6 +19,7 @@ NAMED: dict[str, Callable[..., Case]] = {
     **plans.NAMED,
     **permutation.NAMED,
     **chunk_sort.NAMED,
+    **quantization.NAMED,
     **activations.NAMED,
     **products.NAMED,
     **router.NAMED,
@@ -49,6 +51,7 @@ LARGE: dict[str, Callable[..., Case]] = {
     **plans.LARGE,
     **permutation.LARGE,
     **chunk_sort.LARGE,
+    **quantization.LARGE,
     **activations.LARGE,
     **router.LARGE,
 }
@@ -58,6 +61,7 @@ RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *plans.RANDOM,
     *permutation.RANDOM,
     *chunk_sort.RANDOM,
+    *quantization.RANDOM,
     *activations.RANDOM,
     *feed_forward.OPS,
     *router.RANDOM,

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.fuzz.quantizing import quantized as values_of
 from tests.moe import draws
 from tests.moe.bounds import TINY, U32, Array, Near, Numbers, exact, rounded
 from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import FLOATS, row_sums
+from tests.moe.quantization.case import quantized as values_of
 from triax.moe.activations import ops
 from triax.moe.activations.options import resolve
 

@@ -72,7 +72,7 @@ def quantized(
     kernel, reason = None, f"Argument `implementation` is {implementation!r}, and no kernel rounds"
     if packed or scale_dtype == E8M0:
         reason += f" to {dtype.name} with scales of {scale_dtype.name}. Let it be None or 'xla'."
-    else:
+    elif implementation != "xla":
         kernel = configs.kernel_of(array.shape, sizes, transposed)
         reason = (
             f"Argument `block` must suit the kernels: {configs.KERNELS}; got {sizes}"
