@@ -23,6 +23,11 @@ def test_pages_are_current():
     assert not changed, "run python tools/pages.py"
 
 
+def test_pages_include_no_files_in_another_way():
+    """The site has no extension for `--8<--`, and would show it as it is."""
+    assert not [page for page in pages.DOCS.rglob("*.md") if "--8<--" in page.read_text()]
+
+
 def test_a_file(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("<!-- file: LICENSE -->\n```text\nold\n```\n<!-- end of file -->\nmore\n")

@@ -27,6 +27,7 @@ EXAMPLES = (
     "own_op",
     "fp8_dispatch",
     "moe_equinox",
+    "moe_nnx",
     "expert_parallel",
     "decoder",
 )

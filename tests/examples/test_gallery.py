@@ -107,9 +107,12 @@ def test_record_has_every_comparison(monkeypatch, capsys):
     assert {r["example"] for r in results} == {"softmax"}
 
 
-def test_gallery_shows_what_every_example_prints():
-    page = (EXAMPLES.parent / "docs" / "gallery.md").read_text(encoding="utf-8")
-    shown = {p.stem for p in (EXAMPLES.parent / "docs" / "outputs").iterdir()}
-    assert {name for name in shown if f"docs/outputs/{name}.txt" in page} == shown
+def test_pages_show_what_every_example_prints():
+    docs = EXAMPLES.parent / "docs"
+    pages = "".join(
+        docs.joinpath(name).read_text() for name in ("gallery.md", "guides/flax-nnx.md")
+    )
+    shown = {p.stem for p in (docs / "outputs").iterdir()}
+    assert {name for name in shown if f"<!-- file: docs/outputs/{name}.txt" in pages} == shown
     comparing = {p.stem for p in EXAMPLES.glob("*.py") if "import compare, on_gpu" in p.read_text()}
     assert comparing - shown == {"gluon_transpose"}  # which prints nothing without a GPU
