@@ -256,12 +256,12 @@ def quantized(w, dtype, block=(1, None, 1), scale_dtype="float32", zeros=None):
 
 
 def ways_of(w):
-    """The weights in each way, quantized ones also in tiles."""
+    """The weights in each way, quantized ones in tiles."""
     for way, kind in WEIGHTS.items():
-        weights = w if way == "bfloat16" else quantized(w, *kind)
-        yield way, weights
-        if way != "bfloat16":
-            yield f"{way}, in tiles", jax.jit(moe.ScaledArray.tile)(weights)
+        if way == "bfloat16":
+            yield way, w
+        else:
+            yield f"{way}, in tiles", jax.jit(moe.ScaledArray.tile)(quantized(w, *kind))
 
 
 def measure_decode():

@@ -33,7 +33,7 @@ from triax.compat import jax_private
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {"DeepSeek-V3": "deepseek-v3", "64 small experts": "fine-grained"}
 DECODE_GROUPS, DECODE_DEPTH, DECODE_COLUMNS = 32, 7168, 4096
-STORED = ("float8_e4m3fn", "int8", "int4", "float4_e2m1fn")
+QUANTIZED = ("float8_e4m3fn", "int8", "int4", "float4_e2m1fn")
 
 
 def layers():
@@ -64,18 +64,19 @@ def layers():
 
 
 def decoding():
-    """Few rows times weights in 8 and 4 bits: 8 and 32 rows an expert, and 128."""
+    """Few rows times weights in 8 and 4 bits, in tiles: 8 and 32 rows an expert, and 128."""
     shape = DECODE_GROUPS, DECODE_COLUMNS, DECODE_DEPTH
     w = normal(2, *shape, scale=DECODE_DEPTH**-0.5).swapaxes(1, 2)
-    for dtype in STORED:
+    for dtype in QUANTIZED:
         how = {"block": (1, None, 1)}
         if dtype == "float4_e2m1fn":
             how = {"block": (1, 32, 1), "scale_dtype": "float8_e8m0fnu"}
-        weights = jax.jit(lambda w, d=dtype, h=how: moe.quantize(w, d, transposed=True, **h))(w)
+        made = lambda w, d=dtype, h=how: moe.quantize(w, d, transposed=True, **h).tile()
+        weights = jax.jit(made)(w)
         for rows in (8, 32, 128):
             x = normal(7, DECODE_GROUPS * rows, DECODE_DEPTH)
             sizes = jnp.full(DECODE_GROUPS, rows, "int32")
-            name = f"{rows} rows an expert, weights in {dtype}"
+            name = f"{rows} rows an expert, {dtype} in tiles"
             yield name, lambda given: moe.ragged_dot(*given), (x, weights, sizes)
 
 

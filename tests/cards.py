@@ -111,8 +111,8 @@ def _biased(tokens: int) -> Program:
     return _layer(tokens, normalize=True, **biases, **how)
 
 
-def _stored(tokens: int, kind: str) -> Program:
-    """A layer whose weights are in 8 or 4 bits, without gradients."""
+def _in_tiles(tokens: int, kind: str) -> Program:
+    """A layer whose weights are in 8 or 4 bits, in tiles, without gradients."""
     weights = {"w_gate_up": (8, 1024, 512), "w_down": (8, 512, 512)}
 
     def of(groups: int, columns: int, depth: int) -> Any:
@@ -123,7 +123,8 @@ def _stored(tokens: int, kind: str) -> Program:
             return scaled(bytes_of, (1, mx[1], 1), mx[0], packed=kind, **how)
         return scaled(array(groups, columns, depth, dtype=kind), (1, None, 1), **how)
 
-    return _layer(tokens, gradient=False, **{name: of(*shape) for name, shape in weights.items()})
+    tiles = {n: jax.eval_shape(moe.ScaledArray.tile, of(*shape)) for n, shape in weights.items()}
+    return _layer(tokens, gradient=False, **tiles)
 
 
 def _eight_bits(rows: int, block: Any, dtype: str = E4M3, **how: Any) -> Program:
@@ -171,8 +172,8 @@ PROGRAMS: dict[str, Program] = {
         for block in ((1, None, 1), (1, 32, 1), (1, 128, 128))
     },
     **{
-        f"ragged_dot, {rows} rows, {numbers} in {block}{', zeros' * zeros}": packed(
-            rows, kind, block, numbers, zeros
+        f"ragged_dot, {rows} rows, {numbers} in {block}{', zeros' * zeros}, in tiles": (
+            launches.in_tiles(packed(rows, kind, block, numbers, zeros, columns=128))
         )
         for rows in (FEW, SOME, MANY)
         for numbers, kind, block, zeros in (
@@ -184,10 +185,7 @@ PROGRAMS: dict[str, Program] = {
         )
     },
     **{
-        f"ragged_dot, {rows} rows, {numbers} in tiles": launches.in_tiles(
-            packed(rows, kind, 32, numbers, columns=128)
-        )
-        for rows in (FEW, SOME, MANY)
+        f"ragged_dot, {FEW} rows, {numbers}": packed(FEW, kind, 32, numbers)
         for numbers, kind in (("int4", WIDE), ("float4_e2m1fn", "float8_e8m0fnu"))
     },
     **{
@@ -233,7 +231,7 @@ PROGRAMS: dict[str, Program] = {
         )
     },
     **{
-        f"layer, {tokens} tokens, weights in {kind}": _stored(tokens, kind)
+        f"layer, {tokens} tokens, weights in {kind}": _in_tiles(tokens, kind)
         for tokens in TOKENS
         for kind in (E4M3, "int8", "int4", "float4_e2m1fn")
     },

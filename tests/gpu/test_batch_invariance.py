@@ -106,17 +106,15 @@ def narrow_weights(batch, name, tiled):
 
 
 def ranges(name, tiled):
-    """The batches among which bits are the same: each range has a kernel of its own.
+    """The batches among which bits are the same: each range has instructions of its own.
 
     Of up to 8 rows a group, tiles are divided along the depth among warps as there is work.
     """
-    few, some, many = COUNTS[:2], COUNTS[2:-2], COUNTS[-2:]
-    has_4_bits = NARROW[name][0] in ("int4", "float4_e2m1fn")
     if tiled:
-        return {"9 to 256 rows": some, "more rows": many}
-    if has_4_bits:
-        return {"up to 256 rows": few + some, "more rows": many}
-    return {"up to 8 rows": few, "9 to 256 rows": some, "more rows": many}
+        return {"9 to 256 rows": COUNTS[2:-2], "more rows": COUNTS[-2:]}
+    if NARROW[name][0] in ("int4", "float4_e2m1fn"):
+        return {"all": COUNTS}
+    return {"up to 16 rows": COUNTS[:3], "17 to 256 rows": COUNTS[3:-2], "more rows": COUNTS[-2:]}
 
 
 def gate_and_up(batch, dtype, activation="swiglu"):

@@ -120,10 +120,10 @@ def test_offsets_that_pass_32_bits_have_64(run, check_offsets):
 @pytest.mark.parametrize(
     ("kernel", "tiled", "deep", "dtype"),
     [
-        ("few_rows", False, 64, "bfloat16"),
         ("few_rows", True, 64, "bfloat16"),
         ("few_rows_of_tiles", True, 32, "bfloat16"),
         ("widen", True, 64, "float16"),
+        ("widen", False, 64, "bfloat16"),
     ],
 )
 def test_offsets_with_weights_of_4_bits(kernel, tiled, deep, dtype, check_offsets):

@@ -739,7 +739,7 @@ def test_tokens_that_do_not_go_with_the_named_weights(name):
     x, w = jnp.ones((2, 64), "float16"), jnp.ones((4, 64, 64), "float16")
     weights = {"w_gate_up": w, "w_down": w}
     weights[name] = moe.quantize(w, "int8", block=(1, 32, 1), transposed=True).tile()
-    message = rf"^Argument `x` must .*16, .* in tiles; got .* Pass `experts\.{name}\.untile\(\)`"
+    message = rf"^Argument `x` must .*16, .* in tiles; got .* `experts\.{name}` with `tiles=False`"
     with pytest.raises(of_type, match=message):
         layer(x, jnp.ones((2, 4)), **weights, activation="relu2")
 

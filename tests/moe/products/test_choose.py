@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import triax
-from tests.moe.launches import E4M3, array, product, product_of, scaled
+from tests.moe.launches import E4M3, array, in_tiles, product, product_of, scaled
 from tests.moe.products.chosen import without
 from triax import moe
 from triax.compat import jax_private, versions
@@ -66,14 +66,26 @@ def test_products_of_floats(monkeypatch, card, case, kernel, needs):
 
 def test_weights_are_dequantized_and_then_multiplied(monkeypatch):
     weights = scaled(array(5, 256, 512, dtype=E4M3), (1, 128, 128), transposed=True)
-    first, second = chosen(monkeypatch, 90, product_of(array(5 * 257, 512), weights))
-    assert first[0] == "dequantized"
-    assert first[1]["few_rows"] == "at most 256 rows for each group on average"
-    assert second[0] == "sm90_16_bits"
-    few, *others = chosen(monkeypatch, 90, product_of(array(5 * 256, 512), weights))
-    assert not others
-    assert few[0] == "few_rows"
-    assert few[1].keys() == {"few_rows_of_tiles"}
+    for each, needed in (
+        (in_tiles, "at most 256 rows for each group on average"),
+        (lambda case: case, "weights in tiles (`weights.tile()`)"),
+    ):
+        many = each(product_of(array(5 * 257, 512), weights))
+        first, second = chosen(monkeypatch, 90, many)
+        assert first[0] == "dequantized"
+        assert first[1]["few_rows"] == needed
+        assert second[0] == "sm90_16_bits"
+
+
+def test_few_rows_are_multiplied_by_tiles(monkeypatch):
+    weights = scaled(array(5, 256, 512, dtype=E4M3), (1, 128, 128), transposed=True)
+    case = product_of(array(5 * 256, 512), weights)
+    ((kernel, needs),) = chosen(monkeypatch, 90, in_tiles(case))
+    assert kernel == "few_rows"
+    assert needs.keys() == {"few_rows_of_tiles"}
+    ((kernel, needs),) = chosen(monkeypatch, 90, case)
+    assert kernel == "any_gpu"
+    assert needs["few_rows"] == needs["few_rows_of_tiles"] == "weights in tiles (`weights.tile()`)"
 
 
 def test_the_weights_gradient(monkeypatch):

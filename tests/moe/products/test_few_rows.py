@@ -1,4 +1,4 @@
-"""Few 16-bit rows times 8-bit weights, against float64 of the numbers that they stand for.
+"""Few 16-bit rows times 8-bit weights in tiles, against float64 of the numbers they stand for.
 
 Sums are in float32 and rounded once, so bounds are those of one term.
 """
@@ -37,8 +37,7 @@ SIZES = {
     "wrong": [-5, 40, 2**31 - 1, 7],
 }
 ROWS = {"narrow": 40, "wide": 200, "wider": 210, "wrong": 70}
-DEPTH, COLUMNS = 208, 176  # no multiples of 64
-TILES = 192, 128  # a depth and columns of whole tiles
+DEPTH, COLUMNS = 192, 128
 # Tensor cores take their left operand from registers.
 FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 
@@ -47,24 +46,22 @@ FROM_REGISTERS = r"wgmma.mma_async\S*bf16.bf16\s*\{[^}]*\},\s*\{"
 @pytest.mark.parametrize("dtype", [E4M3, "int8"])
 @pytest.mark.parametrize("scaled_by", [(None, None), (None, 1), (128, 128), (64, 1), (32, 1)])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("card", [90, 120])
-def test_equals_float64(monkeypatch, card, tiled, sizes, scaled_by, dtype):
+def test_equals_float64(monkeypatch, card, sizes, scaled_by, dtype):
     gpu = dataclasses.replace(target.INTERPRETER, compute_capability=card)
     monkeypatch.setattr(target, "INTERPRETER", gpu)
     num_rows, sizes = ROWS[sizes], np.array(SIZES[sizes], np.int64).astype(np.int32)
-    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
-    block = 1, scaled_by[0] or depth, scaled_by[1] or columns
-    weights = scaled(1, (len(sizes), columns, depth), block, dtype, transposed=True)
+    block = 1, scaled_by[0] or DEPTH, scaled_by[1] or COLUMNS
+    weights = scaled(1, (len(sizes), COLUMNS, DEPTH), block, dtype, transposed=True)
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((num_rows, depth), np.float32).astype(jnp.bfloat16)
+    rows = rng.standard_normal((num_rows, DEPTH), np.float32).astype(jnp.bfloat16)
     past = int(np.minimum(np.maximum(sizes.astype(np.int64), 0).sum(), num_rows))
     rows[past:] = np.nan
-    bias = rng.standard_normal((len(sizes), columns), np.float32).astype(jnp.bfloat16)
+    bias = rng.standard_normal((len(sizes), COLUMNS), np.float32).astype(jnp.bfloat16)
     each = rng.standard_normal(num_rows, np.float32)
     multiply = functools.partial(moe.ragged_dot, bias=bias, bias_weights=each)
     run = jax.jit(functools.partial(multiply, implementation="interpret"))
-    given = weights.tile() if tiled else weights
+    given = weights.tile()
     if jax_private.supports_tensor_maps():  # else the kernel of many rows is taken
         assert 'loc("few_rows' in run.lower(rows, given, sizes).as_text(debug_info=True)
     with checked():
@@ -76,20 +73,16 @@ def test_equals_float64(monkeypatch, card, tiled, sizes, scaled_by, dtype):
     assert not np.any(np.asarray(out)[past:])
 
 
-@pytest.mark.sampled(2, None)
-@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("sizes", [[30, 10, 20, 5, 40], [2**31 - 1, 9, -3, 4, 5], [30, 0, 0, 0, 0]])
-def test_of_some_groups(sizes, tiled):
+def test_of_some_groups(sizes):
     """Rows before the groups are zero, too."""
-    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
-    weights = scaled(1, (3, columns, depth), (1, depth, 1), E4M3, transposed=True)
+    weights = scaled(1, (3, COLUMNS, DEPTH), (1, DEPTH, 1), E4M3, transposed=True)
     sizes = np.array(sizes, np.int32)
-    rows = np.random.default_rng(0).standard_normal((120, depth), np.float32).astype(jnp.bfloat16)
+    rows = np.random.default_rng(0).standard_normal((120, DEPTH), np.float32).astype(jnp.bfloat16)
     how = {"group_offset": 1, "implementation": "interpret"}
     with checked():
-        given = weights.tile() if tiled else weights
-        out = jax.jit(functools.partial(moe.ragged_dot, **how))(rows, given, sizes)
-    all_of_them = np.zeros((5, depth, columns))
+        out = jax.jit(functools.partial(moe.ragged_dot, **how))(rows, weights.tile(), sizes)
+    all_of_them = np.zeros((5, DEPTH, COLUMNS))
     all_of_them[1:4] = exactly(weights)
     assert_close(out, oracle.ragged_dot(rows, all_of_them, sizes), terms=1)
 
@@ -99,9 +92,8 @@ def test_of_some_groups(sizes, tiled):
 @pytest.mark.parametrize("first", [None, 0, 7, -9, 2**31 - 1])
 def test_programs_find_the_tiles_of_the_schedule(monkeypatch, first, sizes):
     """The same results from sizes as from a schedule that is launched before."""
-    depth, columns = TILES
-    weights = scaled(1, (6, columns, depth), (1, depth, 1), "int8", transposed=True).tile()
-    rows = np.random.default_rng(0).standard_normal((45, depth), np.float32).astype(jnp.bfloat16)
+    weights = scaled(1, (6, COLUMNS, DEPTH), (1, DEPTH, 1), "int8", transposed=True).tile()
+    rows = np.random.default_rng(0).standard_normal((45, DEPTH), np.float32).astype(jnp.bfloat16)
     launched = []
     launch = few_rows.launch
     noted = lambda *of, **how: (launched.append(how["NUM_GROUPS"]), launch(*of, **how))[1]
@@ -136,12 +128,8 @@ OF_ROWS = {
 @pytest.mark.parametrize(
     ("card", "tiled", "weights", "most", "at_most", "past"),
     [
-        (90, False, "e4m3", 8, "few_rows 16", "few_rows 64"),
-        (90, False, "e4m3", 64, "few_rows 64", "few_rows 128"),
-        (90, False, "e4m3", 256, "few_rows 128", "ragged_dot_transposed 128"),
-        (90, False, "mxfp4", 8, "few_rows 16", "few_rows 64"),
-        (90, False, "mxfp4", 64, "few_rows 64", "few_rows 128"),
-        (90, False, "mxfp4", 256, "few_rows 128", "widen"),
+        (90, False, "e4m3", 16, "ragged_dot_transposed 32", "ragged_dot_transposed 64"),
+        (90, False, "mxfp4", 8, "widen", "widen"),
         (90, True, "e4m3", 8, "few_rows_of_tiles 16", "few_rows 32"),
         (90, True, "e4m3", 24, "few_rows 32", "few_rows 64"),
         (90, True, "e4m3", 256, "few_rows 64", "widen"),
@@ -176,16 +164,15 @@ def test_which_kernel_takes_how_many_rows(monkeypatch, card, tiled, weights, mos
 @pytest.mark.parametrize("rows", [40, 400])
 @pytest.mark.parametrize("tiled", [False, True])
 def test_nan_among_weights_is_its_column(tiled, rows):
-    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
-    weights = scaled(1, (8, columns, depth), (1, depth, 1), E4M3, transposed=True)
+    weights = scaled(1, (8, COLUMNS, DEPTH), (1, DEPTH, 1), E4M3, transposed=True)
     values = np.array(weights.values)
     values[2, 5, 7] = np.nan
     weights = ScaledArray(values, weights.scales, weights.block, True)
     weights = weights.tile() if tiled else weights
     sizes = np.full(8, rows // 8, np.int32)
     multiply = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
-    out = multiply(np.ones((rows, depth), jnp.bfloat16), weights, sizes)
-    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, -1, columns)
+    out = multiply(np.ones((rows, DEPTH), jnp.bfloat16), weights, sizes)
+    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, -1, COLUMNS)
     assert is_nan[2, :, 5].all()
     assert is_nan.sum() == rows // 8
 
@@ -213,13 +200,12 @@ def test_all_numbers_in_tiles(num_rows, dtype):
 @pytest.mark.parametrize("num_rows", [40, 600])
 def test_scales_that_are_powers_of_two_in_tiles(num_rows):
     """The least and the largest power, in blocks of 8-bit numbers; NaN is its column's."""
-    depth, columns = TILES
-    powers = np.resize(np.array([100, 127, 140, 0, 120], np.uint8), (2, columns, depth // 32))
+    powers = np.resize(np.array([100, 127, 140, 0, 120], np.uint8), (2, COLUMNS, DEPTH // 32))
     powers[1, 9, 2] = 255
-    values = np.resize(np.arange(-3, 4), (2, columns, depth)).astype(np.int8)
+    values = np.resize(np.arange(-3, 4), (2, COLUMNS, DEPTH)).astype(np.int8)
     scales = powers.view(jnp.float8_e8m0fnu)
     weights = ScaledArray(values, scales, (1, 32, 1), transposed=True)
-    rows = np.resize([1.0, -2.0, 0.5], (num_rows, depth)).astype(jnp.bfloat16)
+    rows = np.resize([1.0, -2.0, 0.5], (num_rows, DEPTH)).astype(jnp.bfloat16)
     sizes = np.full(2, num_rows // 2, np.int32)
     run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
     exact = values * np.repeat(np.exp2(powers.astype(np.float64) - 127), 32, axis=2)
@@ -237,7 +223,7 @@ def test_float16_takes_products_before_scales():
     rows = np.full((600, 256), 2.0**-10, np.float16)
     given = weights.tile()
     for of in (rows, moe.quantize(rows, block=(1, None)), rows.astype(np.int32)):
-        with pytest.raises(ArgumentTypeError, match=r"weights in tiles; .*`weights.untile\(\)`"):
+        with pytest.raises(ArgumentTypeError, match=r"weights in tiles; .*`tiles=False`"):
             moe.ragged_dot(of, given, np.array([300, 300], np.int32))
     out = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))(
         rows, weights, np.array([300, 300], np.int32)
@@ -252,9 +238,8 @@ def test_float16_takes_products_before_scales():
 @pytest.mark.parametrize("block", [(1, None, 1), (1, 128, 128)])
 def test_tiles_are_the_weights(block, num_rows, implementation):
     """In plain JAX and with many rows too; and in gradients."""
-    depth, columns = TILES
-    of = 1, block[1] or depth, block[2]
-    weights = scaled(1, (2, columns, depth), of, E4M3, transposed=True)
+    of = 1, block[1] or DEPTH, block[2]
+    weights = scaled(1, (2, COLUMNS, DEPTH), of, E4M3, transposed=True)
     check_tiles(weights, num_rows, implementation)
 
 
@@ -275,24 +260,17 @@ def check_tiles(weights, num_rows, implementation):
         assert_close(out, np.asarray(wanted, np.float64), terms=1)
 
 
-@pytest.mark.sampled(0, 2)
 @pytest.mark.cuda_plugin
-@pytest.mark.parametrize("rows", [64, 1024])
-def test_weights_are_widened_in_registers(monkeypatch, rows):
+def test_weights_are_widened_in_registers(monkeypatch):
     from tests.moe.products.test_programs import kernels
 
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-    shape = jax.ShapeDtypeStruct
-    weights = ScaledArray(
-        shape((32, 256, 512), E4M3), shape((32, 256, 1), "float32"), (1, None, 1), True
-    )
-    traced = jax.jit(moe.ragged_dot).trace(
-        shape((rows, 512), "bfloat16"), weights, shape((32,), "int32")
-    )
+    _, arrays = launches.in_tiles(OF_ROWS["e4m3"](100))
+    traced = jax.jit(moe.ragged_dot).trace(*arrays)
     ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
     if not jax_private.supports_tensor_maps():
         assert "_few_rows_kernel" not in ptx
         return
     assert "_few_rows_kernel" in ptx
     assert "mul.bf16x2" in ptx
-    assert bool(re.search(FROM_REGISTERS, ptx)) == (rows == 1024)
+    assert re.search(FROM_REGISTERS, ptx)

@@ -29,13 +29,13 @@ def test_as_many_stages_as_fit(card, packed):
     """Up to 4, of which one needs no memory. The smallest card has fewer for packed weights."""
     free = card.shared_bytes - 4096  # without barriers and scales
     for rows, columns, depth, scaled in itertools.product(
-        (1, 8, 20, 40, 100, 250), (16, 4096), (64, 2880, 7168), (None, 32, 64, 128)
+        (1, 8, 20, 40, 100, 250), (64, 4096), (64, 2880, 7168), (None, 32, 64, 128)
     ):
         shape = card, rows, columns, depth, scaled
-        config = FewRowsConfig.heuristic(*shape, tiled=False, eight=not packed)
-        assert not config.permuted
+        config = FewRowsConfig.heuristic(*shape, eight=not packed)
+        assert not config.weights_left
         assert 16 <= config.block_rows <= max(16, min(64, 4 * rows))
-        same = FewRowsConfig.heuristic(*shape, tiled=False, eight=True)
+        same = FewRowsConfig.heuristic(*shape, eight=True)
         assert config.block_rows == same.block_rows
         each, once = block_bytes(config, packed)
         assert 2 <= config.num_stages <= 4
@@ -48,11 +48,11 @@ def test_as_many_stages_as_fit(card, packed):
 def test_blocks_with_two_scales_are_those_with_one(capability, rows):
     """With more warps where products from registers would leave too few of these."""
     shape = architectures.of(capability), rows, 4096, 2880
-    config_of = functools.partial(FewRowsConfig.heuristic, *shape, tiled=False)
+    config_of = functools.partial(FewRowsConfig.heuristic, *shape)
     assert config_of(32, eight=True) == config_of(64, eight=True)
-    one, two = (config_of(scaled, eight=False) for scaled in (64, 32))
-    warps = 8 if capability == 120 and rows >= 32 else one.num_warps
-    assert two == dataclasses.replace(one, num_warps=warps)
+    if capability == 120:
+        one, two = (config_of(scaled, eight=False) for scaled in (64, 32))
+        assert two == dataclasses.replace(one, num_warps=8 if rows >= 32 else 4)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_programs_find_few_tiles_of_few_rows():
 )
 def test_rows_past_those_of_tiles(eight, rows, scaled, config):
     """As many programs share a multiprocessor as registers and shared memory allow."""
-    of = functools.partial(FewRowsConfig.heuristic, tiled=True, eight=eight)
+    of = functools.partial(FewRowsConfig.heuristic, eight=eight)
     found = of(architectures.of(90), rows, 4096, 7168, scaled)
     block_rows, columns, depth, stages, registers = config
     assert found == FewRowsConfig(
@@ -136,10 +136,8 @@ def test_rows_past_those_of_tiles(eight, rows, scaled, config):
     assert resident * shared <= 228 * 1024 - resident * 1024
 
 
-@pytest.mark.parametrize("tiled", [False, True])
-def test_a_block_has_one_scale_for_its_depth_or_two(tiled):
-    how = {"tiled": tiled, "eight": True}
-    of = functools.partial(FewRowsConfig.heuristic, architectures.of(90), **how)
+def test_a_block_has_one_scale_for_its_depth_or_two():
+    of = functools.partial(FewRowsConfig.heuristic, architectures.of(90), eight=True)
     assert [of(32, 4096, 7168, deep).block_depth for deep in (32, 64, 96, 128, 192, 256)] == [
         *(64, 64, 64, 128, 64, 128)
     ]
@@ -147,7 +145,7 @@ def test_a_block_has_one_scale_for_its_depth_or_two(tiled):
 
 def test_rows_of_tiles_where_products_are_from_registers():
     assert FewRowsConfig.heuristic(
-        architectures.of(120), 100, 4096, 7168, None, tiled=True, eight=True
+        architectures.of(120), 100, 4096, 7168, None, eight=True
     ) == FewRowsConfig(64, 128, 64, 4, False)
 
 

@@ -1,4 +1,4 @@
-"""Few bfloat16 rows times weights of 4 bits, against float64 of the numbers they stand for.
+"""Few bfloat16 rows times 4-bit weights in tiles, against float64 of the numbers they stand for.
 
 Sums are in float32 and rounded once, so bounds are those of one term.
 """
@@ -24,8 +24,7 @@ from triax.moe.quantization.packing import pack
 from triax.moe.shared import target
 from triax.testing import assert_close, assert_same_bits, checked
 
-DEPTH, COLUMNS = 224, 176  # a multiple of 32, but not of 64
-TILES = 320, 192  # the same in tiles, but not of 128
+DEPTH, COLUMNS = 320, 192  # no multiples of 128
 E2M1 = "float4_e2m1fn"
 # dtype, depth and columns of a scale, the scales' dtype, the zeros'
 WAYS = {
@@ -70,23 +69,21 @@ def is_taken(run, *args):
 @pytest.mark.sampled(2, 10)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("card", [90, 120])
-def test_equals_float64(monkeypatch, card, tiled, sizes, way):
+def test_equals_float64(monkeypatch, card, sizes, way):
     gpu = dataclasses.replace(target.INTERPRETER, compute_capability=card)
     monkeypatch.setattr(target, "INTERPRETER", gpu)
     num_rows, sizes = ROWS[sizes], np.array(SIZES[sizes], np.int64).astype(np.int32)
-    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
-    weights = weights_of(len(sizes), *WAYS[way], columns, depth)
+    weights = weights_of(len(sizes), *WAYS[way])
     rng = np.random.default_rng(0)
-    rows = rng.standard_normal((num_rows, depth), np.float32).astype(jnp.bfloat16)
+    rows = rng.standard_normal((num_rows, DEPTH), np.float32).astype(jnp.bfloat16)
     past = int(np.minimum(np.maximum(sizes.astype(np.int64), 0).sum(), num_rows))
     rows[past:] = np.nan
-    bias = rng.standard_normal((len(sizes), columns), np.float32).astype(jnp.bfloat16)
+    bias = rng.standard_normal((len(sizes), COLUMNS), np.float32).astype(jnp.bfloat16)
     each = rng.standard_normal(num_rows, np.float32)
     multiply = functools.partial(moe.ragged_dot, bias=bias, bias_weights=each)
     run = jax.jit(functools.partial(multiply, implementation="interpret"))
-    given = weights.tile() if tiled else weights
+    given = weights.tile()
     assert is_taken(run, rows, given, sizes)
     with checked():
         out = run(rows, given, sizes)
@@ -161,44 +158,24 @@ def test_tiles_are_widened_for_many_rows(way):
     assert_close(out, oracle.ragged_dot(rows, exactly(weights), [260]), terms=1)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("columns", [16, 48, 64])
-@pytest.mark.parametrize("per_group", [5, 40, 100])
-def test_few_columns(per_group, columns):
-    """Fewer than the warps of a program load."""
-    num_rows, sizes = 2 * per_group, np.array([per_group + 3, per_group - 3], np.int32)
-    weights = weights_of(2, E2M1, (32, 1), E8M0, None, columns, 96)
-    rows = np.random.default_rng(2).standard_normal((num_rows, 96)).astype(jnp.bfloat16)
-    run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
-    assert is_taken(run, rows, weights, sizes)
-    with checked():
-        out = run(rows, weights, sizes)
-    assert_close(out, oracle.ragged_dot(rows, exactly(weights), sizes), terms=1)
-
-
 @pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize(
     ("card", "per_group", "dtype"),
-    [
-        *((90, 8, "int4"), (90, 70, "int4"), (120, 8, "int4"), (90, 70, "int8")),
-        *((90, 8, "tiles"), (120, 70, "tiles")),
-    ],
+    [(90, 8, "int4"), (90, 70, "int4"), (120, 8, "int4"), (120, 70, "int4"), (90, 70, "int8")],
 )
 def test_each_32_of_the_depth_have_their_scale_and_zero(monkeypatch, card, per_group, dtype):
     """Of each row one element is not zero, so that results are exact products in float32."""
     gpu = dataclasses.replace(target.INTERPRETER, compute_capability=card)
     monkeypatch.setattr(target, "INTERPRETER", gpu)
     groups, num_rows = 2, 2 * per_group
-    depth, columns = TILES if dtype == "tiles" else (160, 80)
-    weights = weights_of(groups, *WAYS["int4, 32"], columns, depth)
+    weights = weights_of(groups, *WAYS["int4, 32"])
     if dtype == "int8":
-        weights = scaled(1, (groups, columns, depth), (1, 32, 1), dtype, transposed=True)
-    which = np.random.default_rng(3).permutation(np.arange(num_rows) % depth)
-    rows = jnp.zeros((num_rows, depth), jnp.bfloat16).at[np.arange(num_rows), which].set(1)
+        weights = scaled(1, (groups, COLUMNS, DEPTH), (1, 32, 1), dtype, transposed=True)
+    which = np.random.default_rng(3).permutation(np.arange(num_rows) % DEPTH)
+    rows = jnp.zeros((num_rows, DEPTH), jnp.bfloat16).at[np.arange(num_rows), which].set(1)
     how = {"preferred_element_type": "float32", "implementation": "interpret"}
     run = jax.jit(lambda *args: moe.ragged_dot(*args, transpose_weights=True, **how))
-    given = weights.tile() if dtype == "tiles" else weights
-    args = rows, given.mT, np.full(groups, per_group, np.int32)
+    args = rows, weights.tile().mT, np.full(groups, per_group, np.int32)
     assert is_taken(run, *args)
     with checked():
         out = run(*args)
@@ -207,13 +184,12 @@ def test_each_32_of_the_depth_have_their_scale_and_zero(monkeypatch, card, per_g
 
 
 @pytest.mark.sampled(0, 2)
-@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("dtype", [E2M1, "int4"])
 @pytest.mark.parametrize("num_rows", [256, 2048])
-def test_all_numbers_times_all_powers_of_two(num_rows, dtype, tiled):
+def test_all_numbers_times_all_powers_of_two(num_rows, dtype):
     """A column for each power: also subnormals, and those that overflow or are not a number."""
     rows, weights, sizes, wanted = all_numbers(num_rows, dtype)
-    weights = weights.tile() if tiled else weights
+    weights = weights.tile()
     run = jax.jit(
         lambda *args: moe.ragged_dot(
             *args, implementation="interpret", preferred_element_type="float32"
@@ -241,14 +217,13 @@ def all_numbers(num_rows, dtype):
 @pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
 def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
-    depth, columns = TILES if tiled else (DEPTH, COLUMNS)
-    weights = weights_of(8, *WAYS[way], columns, depth)
+    weights = weights_of(8, *WAYS[way])
     weights.scales[2, 5, 6] = np.nan
     weights = weights.tile() if tiled else weights
-    rows, sizes = np.zeros((40, depth), jnp.bfloat16), np.full(8, 5, np.int32)
+    rows, sizes = np.zeros((40, DEPTH), jnp.bfloat16), np.full(8, 5, np.int32)
     multiply = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
     out = multiply(rows, weights, sizes)
-    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, 5, columns)
+    is_nan = np.isnan(np.asarray(out, np.float32)).reshape(8, 5, COLUMNS)
     assert is_nan[2, :, 5].all()
     assert is_nan.sum() == 5
 
@@ -259,8 +234,7 @@ def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
 def test_tiles_are_the_weights(way, num_rows, implementation):
     """In plain JAX and with many rows too, where they are reordered back; and in gradients."""
-    depth, columns = TILES
-    check_tiles(weights_of(2, *WAYS[way], columns, depth), num_rows, implementation)
+    check_tiles(weights_of(2, *WAYS[way]), num_rows, implementation)
 
 
 OTHERS = {
@@ -271,39 +245,37 @@ OTHERS = {
 
 
 @pytest.mark.sampled(2, 2)
-@pytest.mark.parametrize("way", [*OTHERS, "rows", "columns innermost", "many rows", "depth"])
+@pytest.mark.parametrize("way", [*OTHERS, "rows", "columns innermost", "many rows", "not in tiles"])
 def test_what_takes_a_temporary(way):
     num_rows = 600 if way == "many rows" else 40
-    depth = 240 if way == "depth" else DEPTH
-    weights = weights_of(2, *OTHERS.get(way, WAYS["mxfp4"]), depth=depth)
+    weights = weights_of(2, *OTHERS.get(way, WAYS["mxfp4"]))
     if way == "columns innermost":
         weights = moe.quantize(weights.dequantize(), "int4", block=(1, None, 1))
-    rows = np.random.default_rng(0).standard_normal((num_rows, depth), np.float32)
+    given = weights if way == "not in tiles" else weights.tile()
+    rows = np.random.default_rng(0).standard_normal((num_rows, DEPTH), np.float32)
     rows = rows.astype("float32" if way == "rows" else jnp.bfloat16)
     sizes = np.full(2, num_rows // 2, np.int32)
     run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
-    assert not is_taken(run, rows, weights, sizes)
-    if way in ("depth", "zeros are floats"):
-        exact = np.asarray(weights.dequantize(rows.dtype))
-        assert_close(run(rows, weights, sizes), oracle.ragged_dot(rows, exact, sizes), terms=1)
+    assert not is_taken(run, rows, given, sizes)
+    exact = np.asarray(weights.dequantize(rows.dtype))
+    assert_close(run(rows, given, sizes), oracle.ragged_dot(rows, exact, sizes), terms=1)
 
 
 @pytest.mark.sampled(0, 2)
 @pytest.mark.cuda_plugin
 @pytest.mark.parametrize("way", ["mxfp4", "int4, 64", "int4, 32"])
-@pytest.mark.parametrize("tiled", [False, True])
 @pytest.mark.parametrize("rows", [64, 1024, 4096])
-def test_weights_are_unpacked_in_registers(monkeypatch, rows, tiled, way):
+def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
     from tests.moe.products.test_programs import kernels
 
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
     shape = jax.ShapeDtypeStruct
     weights = weights_of(32, *WAYS[way], columns=256, depth=512)
-    weights = jax.eval_shape(lambda: weights.tile() if tiled else weights)
+    weights = jax.eval_shape(weights.tile)
     traced = jax.jit(moe.ragged_dot).trace(
         shape((rows, 512), "bfloat16"), weights, shape((32,), "int32")
     )
-    if tiled and rows <= (1024 if way == "int4, 32" else 64):
+    if rows <= (1024 if way == "int4, 32" else 64):
         ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[-1]
         assert "_few_rows_of_tiles_kernel" in ptx
         assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)

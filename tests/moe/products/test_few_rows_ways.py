@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cuda_plugin
 PAGE = (Path(__file__).parents[3] / "docs" / "quantized-checkpoints.md").read_text()
 E4M3, E5M2, E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 INT4, E2M1 = "int4", "float4_e2m1fn"
-GROUPS, COLUMNS, DEPTH = 4, 96, 192
+GROUPS, COLUMNS, DEPTH = 4, 128, 192
 FEW, MANY = 256 * GROUPS, 257 * GROUPS  # rows
 # The columns of the table: each card, and the rows.
 CASES = [(90, FEW)], [(89, FEW)], [(90, MANY), (89, MANY)]
@@ -45,56 +45,49 @@ def four(dtype, deep=None, scales="float32", zeros=None, wide=1, depth=DEPTH, tr
     return dataclasses.replace(weights, zeros=array(*weights.scales.shape, dtype=zeros))
 
 
-SUITABLE_4 = [
+def in_tiles(all_weights):
+    return [jax.eval_shape(moe.ScaledArray.tile, weights) for weights in all_weights]
+
+
+# For blocks of the depth, or columns; some with zeros.
+SUITABLE = [
     four(INT4, 32, zeros="int8"),
     four(E2M1, 32, E8M0),
     four(INT4),
-    four(INT4, 32, wide=48),
+    four(INT4, 32, wide=64),
     four(INT4, 96),
     four(INT4, 128, zeros="int8"),
     four(INT4, 32, E8M0, "int8"),
     four(E2M1, 32),
-]
-IN_TILES = [
-    moe.quantize(jnp.zeros((GROUPS, 192, 128)), "int4", block=(1, 32, 1), transposed=True),
-    moe.from_mxfp4(*(jnp.zeros((GROUPS, 128, 6, *more), "uint8") for more in ([16], []))),
-    moe.quantize(jnp.zeros((GROUPS, 192, 128)), "int8", block=(1, None, 1), transposed=True),
-]
-OTHER_4 = [
-    four(INT4, 16),
-    four(INT4, 32, depth=176),
-    four(INT4, 32, zeros="float32"),
-    four(INT4, 32, transposed=False),
-    four(E2M1, 16, E8M0),
-]
-SUITABLE_8 = [
     eight(E4M3, 32),
     eight("int8"),
     eight(E4M3, 128, 128),
     eight("int8", 64),
     eight(E4M3, None, COLUMNS),
 ]
-OTHER_8 = [
-    eight(E4M3, transposed=False),
-    eight("int8", depth=200),
-    eight(E4M3, columns=100),
+OTHERS = [
+    four(INT4, 16),
+    four(INT4, 32, zeros="float32"),
+    four(INT4, 32, transposed=False),
+    four(E2M1, 16, E8M0),
+    eight(E4M3, 32, transposed=False),
 ]
-E5M2S = [eight(E5M2), eight(E5M2, 32)]
-ANY_4 = [SUITABLE_4[0], SUITABLE_4[1], OTHER_4[0]]
-ANY_8 = [SUITABLE_8[0], SUITABLE_8[1], OTHER_8[0], E5M2S[0]]
+ANY_4 = [SUITABLE[0], SUITABLE[1], OTHERS[0]]
+ANY_8 = [eight(E4M3, 32), eight("int8"), eight(E4M3, 128, 128), eight("int8", depth=200)]
+ANY_8 += [eight(E4M3, transposed=False), eight(E5M2), eight(E5M2, 32)]
+# Tiles of 8 bits take no float16 if blocks share scales.
+ANY_TILES = in_tiles([*ANY_4, eight("int8"), eight(E4M3, None, COLUMNS)])
 # Each line of the table: rows, and their dtypes; weights likewise.
 LINES = [
-    ("bfloat16", ["bfloat16"], "4 bits, suitable", SUITABLE_4),
-    ("bfloat16", ["bfloat16"], "4 bits, others", OTHER_4),
-    ("float16, float32", ["float16", "float32"], "4 bits", ANY_4),
-    ("bfloat16", ["bfloat16"], "float8_e4m3fn, int8, suitable", SUITABLE_8),
-    ("bfloat16", ["bfloat16"], "float8_e4m3fn, int8, others", OTHER_8),
-    ("bfloat16", ["bfloat16"], "float8_e5m2", E5M2S),
-    ("float16", ["float16"], "8 bits", ANY_8),
+    ("bfloat16", ["bfloat16"], "tiles, suitable", in_tiles(SUITABLE)),
+    ("bfloat16", ["bfloat16"], "tiles, others", in_tiles(OTHERS)),
+    ("float16, float32", ["float16", "float32"], "tiles", ANY_TILES),
+    ("floats", ["bfloat16", "float16", "float32"], "4 bits", ANY_4 + SUITABLE[:8]),
+    ("bfloat16, float16", ["bfloat16", "float16"], "8 bits", ANY_8),
     ("float32", ["float32"], "8 bits", ANY_8),
     ("8-bit floats, by `quantize`", [E4M3, E5M2], "8-bit floats", [eight(E4M3), eight(E5M2, 64)]),
     ("int8, by `quantize`", ["int8"], "int8", [eight("int8")]),
-    ("8 bits, by `quantize`", [E4M3, "int8"], "4 bits", ANY_4),
+    ("8 bits, by `quantize`", [E4M3, "int8"], "4 bits, tiles", ANY_4 + ANY_TILES),
 ]
 
 
@@ -166,23 +159,18 @@ def test_the_table_has_no_other_lines():
 @pytest.mark.parametrize(
     ("card", "dtype", "weights", "needs"),
     [
-        (90, "bfloat16", OTHER_4[0], "scales for a multiple of 32 along the depth; got 16"),
-        (90, "bfloat16", OTHER_4[1], "a depth in multiples of 32; got 176"),
-        (90, "bfloat16", OTHER_4[2], "zeros of int8; got float32"),
-        (90, "bfloat16", OTHER_4[3], "weights that are stored with their depth innermost"),
-        (90, "float16", SUITABLE_4[0], "rows of bfloat16; got float16"),
-        (
-            89,
-            "bfloat16",
-            SUITABLE_4[0],
-            "TMA, from Hopper on, or weights in tiles (`weights.tile()`)",
-        ),
+        (90, "bfloat16", OTHERS[0], "scales for a multiple of 32 along the depth; got 16"),
+        (90, "bfloat16", OTHERS[1], "zeros of int8; got float32"),
+        (90, "bfloat16", OTHERS[2], "weights that are stored with their depth innermost"),
+        (90, "float16", SUITABLE[0], "rows of bfloat16; got float16"),
+        (90, "bfloat16", SUITABLE[0], "weights in tiles (`weights.tile()`). If"),
+        (80, "bfloat16", SUITABLE[0], "weights in tiles (`weights.tile()`). If"),
     ],
 )
 def test_a_warning_says_what_keeps_weights_in_memory(way, card, dtype, weights, needs):
     which, (told,) = way(card, FEW, dtype, weights)
     assert which == "in memory"
-    shape = f"int4[4,{weights.shape[1]},96] with scales for blocks {weights.block}"
+    shape = f"int4[4,192,128] with scales for blocks {weights.block}"
     assert f"ragged_dot dequantizes its weights, {shape}, in memory in every call" in told
     assert f"registers need {needs}" in told
     assert "`weights.dequantize(jnp.bfloat16)`" in told
@@ -190,7 +178,7 @@ def test_a_warning_says_what_keeps_weights_in_memory(way, card, dtype, weights, 
 
 @pytest.mark.parametrize("weights", [0, 1], ids=["int4", "mxfp4"])
 def test_tiles_need_no_tma(way, weights):
-    tiled = jax.eval_shape(lambda: IN_TILES[weights].tile())
+    (tiled,) = in_tiles([SUITABLE[weights]])
     assert way(80, 64 * GROUPS, "bfloat16", tiled) == ("in registers", [])
     which, (told,) = way(80, 65 * GROUPS, "bfloat16", tiled)
     assert which == "in memory"
@@ -203,22 +191,22 @@ def test_tiles_need_no_tma(way, weights):
 
 def test_tiles_of_8_bits_are_undone_where_that_helps(way):
     """Without TMA, and with more rows than the kernel for tiles takes."""
-    tiled = jax.eval_shape(lambda: IN_TILES[2].tile())
+    (tiled,) = in_tiles([eight("int8")])
     assert way(80, 64 * GROUPS, "bfloat16", tiled) == ("in registers", [])
     which, (told,) = way(80, 65 * GROUPS, "bfloat16", tiled)
     assert which == "in memory"
     assert "at most 64 rows for each group on average; 8 bits that are not in tiles" in told
-    assert way(80, 65 * GROUPS, "bfloat16", SUITABLE_8[1]) == ("as they are loaded", [])
+    assert way(80, 65 * GROUPS, "bfloat16", eight("int8")) == ("as they are loaded", [])
 
 
 def test_old_jaxlibs_are_named(way, monkeypatch):
     monkeypatch.setattr(jax_private, "supports_tensor_maps", lambda: False)
-    _, (told,) = way(90, FEW, "bfloat16", SUITABLE_4[0])
-    assert "registers need JAX 0.11.1 or later, or weights in tiles" in told
+    _, (told,) = way(90, FEW, "bfloat16", *in_tiles([SUITABLE[1]]))
+    assert "registers need JAX 0.11.1 or later, or at most 8 rows for each group" in told
 
 
 def test_cards_without_a_type_warn(way):
-    which, (told,) = way(80, FEW, "bfloat16", SUITABLE_8[0])
+    which, (told,) = way(80, FEW, "bfloat16", eight(E4M3, 32))
     assert which == "plain JAX"
     assert re.match(r"ragged_dot runs in plain JAX, .* compute capability 80 have no such", told)
-    assert way(80, FEW, "bfloat16", SUITABLE_8[1]) == ("as they are loaded", [])
+    assert way(80, FEW, "bfloat16", eight("int8")) == ("as they are loaded", [])

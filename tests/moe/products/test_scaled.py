@@ -130,6 +130,7 @@ def test_a_batch():
         (DEPTH, 1, False, "int8"),
         (128, 128, True, E4M3),
         (32, 1, False, "int8"),
+        (64, 1, True, "int8"),
     ],
 )
 def test_weights_alone(implementation, dtype, depth, columns, transposed, weights_dtype):

@@ -52,10 +52,10 @@ def ragged_dot(
     `precision="ANY_F8_ANY_F8_F32_FAST_ACCUM"` tensor cores accumulate the whole depth, which is
     faster, unless scales are of blocks along the depth. If only `weights` is a `ScaledArray`, the
     kernel converts its values to the dtype of `rows`; for the gradient of the rows the weights are
-    dequantized in that dtype. Weights of 4 bits or in tiles are unpacked in the kernel for few
-    bfloat16 rows, and otherwise dequantized up front; with few rows a warning then says why. So are
-    8-bit weights with scales of blocks, for many bfloat16 rows. A `ScaledArray` has no
-    gradient.
+    dequantized in that dtype. Weights in tiles (`ScaledArray.tile`) are unpacked in the kernels for
+    few bfloat16 rows. Otherwise they are dequantized up front, as weights of 4 bits always are;
+    with few rows a warning says why. So are 8-bit weights with scales of blocks, for many bfloat16
+    rows. A `ScaledArray` has no gradient.
 
     Args:
       rows: [rows, depth]: float32, bfloat16, float16 or an 8-bit float; in plain JAX also float64

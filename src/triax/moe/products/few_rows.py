@@ -1,4 +1,4 @@
-"""Launches the kernels that read 8- and 4-bit weights for few rows, or dequantize them for many."""
+"""Launches the kernels that read weights in tiles for few rows, or dequantize them for many."""
 
 from __future__ import annotations
 
@@ -13,19 +13,10 @@ from triax import messages
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.compat import versions
-from triax.moe.products.few_rows_configs import (
-    FewRowsConfig,
-    FewRowsOfTilesConfig,
-)
+from triax.moe.products.few_rows_configs import FewRowsConfig, FewRowsOfTilesConfig
 from triax.moe.products.operands import Parts, parts
 from triax.moe.products.product import RaggedDot
-from triax.moe.products.row_tiles import (
-    bounded_by_group,
-    cdiv,
-    schedule,
-    suit_tma,
-    triton_dtype,
-)
+from triax.moe.products.row_tiles import bounded_by_group, cdiv, schedule, triton_dtype
 from triax.moe.products.thresholds import MOST_ROWS, MOST_SCHEDULED
 from triax.moe.quantization.packing import (
     LEAST_SCALED,
@@ -56,16 +47,15 @@ def needs(product: RaggedDot) -> str | None:
 
 
 def needs_of_tiles(product: RaggedDot) -> str | None:
-    """As `needs`, of the kernel for few rows and weights in tiles."""
+    """As `needs`, of the kernel without TMA, for fewer rows."""
     if needed := _needs_of_operands(product):
         return needed
     w = product.right
     scaled = None if w.has_powers else w.deep
     most = FewRowsOfTilesConfig.most_rows(product.target.architecture, scaled)
-    if w.tiled and product.rows_per_group <= most:
-        return None
-    tiles = "" if w.tiled else "weights in tiles (`weights.tile()`) and "
-    return f"{tiles}at most {most} rows for each group on average"
+    if product.rows_per_group > most:
+        return f"at most {most} rows for each group on average"
+    return None
 
 
 def _needs_of_operands(product: RaggedDot) -> str | None:
@@ -81,10 +71,7 @@ def _needs_of_operands(product: RaggedDot) -> str | None:
         return f"zeros of int8; got {w.zeros.dtype}"
     if w.deep is not None and w.deep % LEAST_SCALED:
         return f"scales for a multiple of {LEAST_SCALED} along the depth; got {w.deep}"
-    if not suit_tma(x.values, w.values, *([] if w.packed else [product.out_type])):
-        # Only 4-bit weights get a warning with this text (`warn_of_dequantizing`).
-        return f"a depth in multiples of 32; got {product.depth}"
-    return None
+    return None if w.tiled else "weights in tiles (`weights.tile()`)"
 
 
 def dequantizing_needs(product: RaggedDot) -> str | None:
@@ -111,7 +98,7 @@ def warn_of_dequantizing(product: RaggedDot) -> None:
     if not w.packed or has_many_rows(product) or product.implementation == "interpret":
         return
     needed = dict.fromkeys((needs(product), needs_of_tiles(product)))
-    untiled = "; 8 bits that are not in tiles (`weights.untile()`) are not dequantized"
+    untiled = "; 8 bits that are not in tiles (`tiles=False`) are not dequantized"
     warnings.warn(
         f"ragged_dot dequantizes its weights, {messages.short(weights)} with scales for blocks "
         f"{weights.block}, in memory in every call: the kernels that unpack them in registers "
@@ -134,11 +121,10 @@ def _scales(w: Parts) -> Any:
 
 
 def few_rows(product: RaggedDot) -> jax.Array:
-    """Multiplies bfloat16 rows by weights [groups, columns, depth]; zeros outside groups."""
+    """Multiplies bfloat16 rows by weights in tiles; zeros outside groups."""
     from triax.moe.products.few_rows_kernels import _few_rows_kernel
 
-    rows, w = product.left.values, product.right
-    weights, target, implementation = w.values, product.target, product.implementation
+    w, target, implementation = product.right, product.target, product.implementation
     num_rows, num_groups = product.num_rows, product.num_groups
     depth, columns = product.depth, product.columns
     powers = w.has_powers
@@ -149,38 +135,28 @@ def few_rows(product: RaggedDot) -> jax.Array:
         columns,
         depth,
         scaled,
-        tiled=w.tiled,
         eight=w.has_8_bits,
     )
     tiles, _ = schedule(product.groups, num_rows, config.block_rows, implementation)
     num_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     num_tiles *= cdiv(columns, config.block_columns)
-    # Triton's own conversion of int8 is as fast, except into the left operand.
-    words = config.permuted or weights.dtype != jnp.int8
     # If each half of a block has its own scale, the kernel takes the rows by halves.
-    ordered = config.block_depth // (2 if scaled and scaled % config.block_depth else 1)
-    box: tuple[int, ...] = (1, config.block_columns, config.block_depth // (2 if w.packed else 1))
+    depth_of_rows = config.block_depth // (2 if scaled and scaled % config.block_depth else 1)
+    tile_rows = words_of_tile(w.packed) // 32
+    weights = w.values.reshape(num_groups, columns // TILE, -1, 32)
+    tiles_of_block = config.block_columns // TILE
+    box = 1, tiles_of_block, config.block_depth // TILE * tile_rows, 32
     scales = _scales(w)
-    # Powers of MXFP4's tiles multiply together with another factor.
+    # MXFP4's powers multiply together with another factor.
     is_mxfp4 = powers and w.packed == "float4_e2m1fn" and (w.deep, w.wide) == (LEAST_SCALED, 1)
-    at_once = is_mxfp4 and w.tiled and config.permuted
-    if w.tiled:
-        weights = weights.reshape(num_groups, columns // TILE, -1, 32)
-        tile_rows = words_of_tile(w.packed) // 32
-        box = (1, config.block_columns // TILE, config.block_depth // TILE * tile_rows, 32)
-        rows = _renumbered_for_tiles(rows)
-        if at_once:
-            scales = scales.reshape(num_groups, columns // TILE, -1, TILE)
-            parts_of_block = config.block_depth // LEAST_SCALED
-            box_of_scales = 1, config.block_columns // TILE, parts_of_block, TILE
-            scales = TensorDescriptor.from_array(scales, box_of_scales)
-    elif w.packed:
-        rows = _renumbered_packed(rows, ordered)
-    elif words:
-        rows = _renumbered(rows, config.permuted, ordered)
+    at_once = is_mxfp4 and config.weights_left
+    if at_once:
+        scales = scales.reshape(num_groups, columns // TILE, -1, TILE)
+        box_of_scales = 1, tiles_of_block, config.block_depth // LEAST_SCALED, TILE
+        scales = TensorDescriptor.from_array(scales, box_of_scales)
     return launch(
         _few_rows_kernel,
-        bounded_by_group(rows, config.block_rows, ordered),
+        bounded_by_group(_renumbered(product.left.values), config.block_rows, depth_of_rows),
         TensorDescriptor.from_array(weights, box),
         tiles,
         scales,
@@ -194,12 +170,9 @@ def few_rows(product: RaggedDot) -> jax.Array:
         grid=min(num_tiles, (config.programs or num_tiles) * target.multiprocessors),
         config=config,
         backend_options={"maxnreg": config.registers} if config.registers else None,
-        WORDS=words,
         PACKED=w.packed,
         POWERS=powers,
-        TILED=w.tiled,
         AT_ONCE=at_once,
-        WARPS=config.num_warps,
         implementation=implementation,
         DTYPE=triton_dtype(product.options.dtype),
         SCALE_COLUMNS=w.wide,
@@ -208,7 +181,7 @@ def few_rows(product: RaggedDot) -> jax.Array:
 
 
 def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
-    """Multiplies as `few_rows` does, by weights in tiles."""
+    """Multiplies as `few_rows` does."""
     from triax.moe.products.few_rows_tiles_kernels import _few_rows_of_tiles_kernel
 
     w, groups, implementation = product.right, product.groups, product.implementation
@@ -323,32 +296,7 @@ def widen(
     return Parts(result, w.scales, wide=w.wide) if is_apart else Parts(result)
 
 
-def _renumbered(rows: jax.Array, permuted: bool, ordered: int) -> jax.Array:
-    """Reorders rows along the depth, as the kernel reorders 8-bit weights.
-
-    Zeros fill the last block.
-    """
-    num_rows, depth = rows.shape
-    if not permuted:
-        return rows.reshape(num_rows, -1, 2, 2).swapaxes(2, 3).reshape(num_rows, -1)
-    loaded = min(ordered // 16, 4)
-    rows = jnp.pad(rows, ((0, 0), (0, -depth % (16 * loaded))))
-    rows = rows.reshape(num_rows, -1, 4, loaded, 2, 2)
-    return rows.transpose(0, 1, 3, 5, 2, 4).reshape(num_rows, -1)
-
-
-def _renumbered_packed(rows: jax.Array, ordered: int) -> jax.Array:
-    """Reorders rows along each `ordered` of the depth, as the kernel reorders 4-bit weights.
-
-    A thread loads 8 to 32 of these weights at once.
-    """
-    num_rows, depth = rows.shape
-    rows = jnp.pad(rows, ((0, 0), (0, -depth % ordered)))
-    rows = rows.reshape(num_rows, -1, 4, min(ordered // 32, 4), 2, 4)
-    return rows.transpose(0, 1, 3, 5, 2, 4).reshape(num_rows, -1)
-
-
-def _renumbered_for_tiles(rows: jax.Array) -> jax.Array:
+def _renumbered(rows: jax.Array) -> jax.Array:
     """Reorders rows along each 32 of the depth, as tiles have it.
 
     The 32 are four pairs for each of 4 threads. The first pairs of all threads come first, then

@@ -1,7 +1,4 @@
-"""Chooses how the work of the kernel for few rows is split into programs.
-
-For 8 bits it is split as measured on an H200.
-"""
+"""Chooses how the work of the kernels for few rows is split into programs."""
 
 from __future__ import annotations
 
@@ -10,8 +7,6 @@ import dataclasses
 from triax.architectures import Architecture
 from triax.moe.products.thresholds import (
     HALF_OF_A_WARP_GROUP,
-    NARROW_ROWS,
-    ROWS_OF_A_WARP_GROUP,
     ROWS_OF_TILES,
     ROWS_OF_TILES_BY_HALVES,
     ROWS_OF_TILES_FROM_REGISTERS,
@@ -27,16 +22,16 @@ _LEAST_DEPTH = 64  # of a block, which has a scale for each half if 64 share non
 class FewRowsConfig:
     """A program computes `block_rows` × `block_columns`, in steps of `block_depth`.
 
-    With `permuted` the weights are the left operand of Hopper's tensor cores, which needs 64 rows;
-    the right operand needs 8. There are `programs` programs for each multiprocessor, or one for
-    each tile. The compiler may use `registers` for a thread, or as many as there are.
+    With `weights_left` the weights are the left operand of tensor cores, which on Hopper reads
+    registers. There are `programs` programs for each multiprocessor, or one for each tile. The
+    compiler may use `registers` for a thread, or as many as there are.
     """
 
     block_rows: int
     block_columns: int
     block_depth: int
     num_stages: int
-    permuted: bool
+    weights_left: bool
     num_warps: int = 4
     programs: int | None = 2
     registers: int | None = None
@@ -44,7 +39,7 @@ class FewRowsConfig:
     @property
     def flatten(self) -> bool:
         """Whether to flatten the loops over tiles and depth; on Hopper sums must begin at zero."""
-        return not self.permuted
+        return not self.weights_left
 
     @classmethod
     def heuristic(
@@ -55,7 +50,6 @@ class FewRowsConfig:
         depth: int,
         scaled: int | None,
         *,
-        tiled: bool,
         eight: bool,
     ) -> FewRowsConfig:
         """Returns the config for weights of `eight` bits, or of four.
@@ -65,41 +59,12 @@ class FewRowsConfig:
         if eight and scaled is not None:
             scaled = max(scaled & -scaled, _LEAST_DEPTH)
         shape = rows_per_group, columns, depth, scaled
-        if not architecture.multiplies_from_shared:
-            return cls._from_registers(architecture, *shape, tiled=tiled, eight=eight)
-        if tiled:
-            return cls._for_tiles(architecture, *shape, eight=eight)
-        return cls._for_8_bits(*shape) if eight else cls._for_4_bits(*shape)
+        if architecture.multiplies_from_shared:
+            return cls._from_shared(architecture, *shape, eight=eight)
+        return cls._from_registers(architecture, *shape, eight=eight)
 
     @classmethod
-    def _for_8_bits(
-        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None
-    ) -> FewRowsConfig:
-        width = blocks.power_of_two(columns)
-        if rows_per_group <= NARROW_ROWS:
-            deep = max(32, min(256, blocks.power_of_two(depth), scaled or 256))
-            return cls(16, max(16, min(128, width)), deep, 3, False)
-        rows, num_warps = (64, 4) if rows_per_group <= ROWS_OF_A_WARP_GROUP else (128, 8)
-        if scaled is not None:  # a block's sum is kept beside the total
-            return cls(rows, max(64, min(128, width)), min(scaled, 128), 3, True, num_warps)
-        return cls(rows, max(64, min(256, width)), _LEAST_DEPTH, 4, True, num_warps)
-
-    @classmethod
-    def _for_4_bits(
-        cls, rows_per_group: int, columns: int, depth: int, scaled: int | None
-    ) -> FewRowsConfig:
-        """Returns blocks that are limited by the registers of programs and their accumulators."""
-        width, deep = _block_of_4_bits(columns, depth, scaled)
-        if rows_per_group <= NARROW_ROWS:
-            if scaled is not None and scaled % 128:  # more programs, which wait for scales
-                return cls(16, width, deep, 4, True, programs=4)
-            return cls(16, width, deep, 4 if scaled is None else 5, True, programs=3)
-        rows, num_warps = (64, 4) if rows_per_group <= ROWS_OF_A_WARP_GROUP else (128, 8)
-        width = max(width, 16 * num_warps)  # each warp loads 16 columns or more
-        return cls(rows, width, deep, 4, True, num_warps)
-
-    @classmethod
-    def _for_tiles(
+    def _from_shared(
         cls,
         architecture: Architecture,
         rows_per_group: int,
@@ -109,7 +74,7 @@ class FewRowsConfig:
         *,
         eight: bool,
     ) -> FewRowsConfig:
-        """Returns the config for weights in tiles, as measured on an H200.
+        """Returns the config for tensor cores that read shared memory, as measured on an H200.
 
         Warps wait for most of their time, so as many programs as possible should share a
         multiprocessor. Programs are therefore small. On Hopper they also get fewer registers than
@@ -130,7 +95,7 @@ class FewRowsConfig:
         if architecture.compute_capability != 90:
             registers = None
         stages = 4 if deep == _LEAST_DEPTH and not eight else 3
-        width = max(64, min(128, blocks.power_of_two(columns)))
+        width = min(128, blocks.power_of_two(columns))
         return cls(rows, width, deep, stages, True, programs=None, registers=registers)
 
     @classmethod
@@ -142,7 +107,6 @@ class FewRowsConfig:
         depth: int,
         scaled: int | None,
         *,
-        tiled: bool,
         eight: bool,
     ) -> FewRowsConfig:
         """Returns a config for tensor cores that read registers, with as many stages as fit.
@@ -152,24 +116,15 @@ class FewRowsConfig:
         """
         # Few groups exceed twice the mean.
         rows = max(16, min(64, blocks.power_of_two(2 * rows_per_group)))
-        if eight:
-            most = 64 if tiled and rows == 64 else 128  # as registers allow
-            width = max(16, min(128, blocks.power_of_two(columns)))
-            deep = max(32, min(most, blocks.power_of_two(depth), scaled or most))
-        else:
-            width, deep = _block_of_4_bits(columns, depth, scaled)
-            deep = min(deep, 64 if rows == 64 else 128)  # as registers allow
+        width, deep = min(128, blocks.power_of_two(columns)), 128
+        if rows == 64 or depth <= 64 or (scaled is not None and scaled % 128):
+            deep = _LEAST_DEPTH  # of 64 rows, as registers allow
         widened = 0 if eight else 2 * width * deep
         loaded = deep * (2 * rows + (width if eight else width // 2))
         stages = 1 + (architecture.shared_bytes - widened - _BARRIERS_AND_SCALES) // loaded
         # With two scales for a block there are sums of both halves.
         has_halves = not eight and rows == 64 and scaled is not None and scaled % deep
         return cls(rows, width, deep, min(stages, 4), False, 8 if has_halves else 4)
-
-
-def _block_of_4_bits(columns: int, depth: int, scaled: int | None) -> tuple[int, int]:
-    deep = _LEAST_DEPTH if depth <= 64 or (scaled is not None and scaled % 128) else 128
-    return max(64, min(128, blocks.power_of_two(columns))), deep
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,10 +93,10 @@ def _widened(w, base, zeros, powers, PACKED: tl.constexpr):
         if powers is not None:
             powers, powers_2 = _of_words(powers)
         w = w.reshape(4 * SPLIT, 8, 4, 2, 2).permute(0, 1, 3, 2, 4)
-        a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
-        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
-        c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
-        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
+        a = _two_of_eight(w, base, 0, zeros, powers, E2M1)
+        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1)
+        c = _two_of_eight(w, base, 2, zeros, powers, E2M1)
+        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1)
         # Warps' columns, rows of threads, parts, threads, words, neighbours, columns, depths.
         w = tl.join(tl.join(a, b), tl.join(c, d))
         return w.permute(0, 6, 1, 2, 3, 4, 7, 5).reshape(SPLIT, _TILE, _TILE)

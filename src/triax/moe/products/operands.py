@@ -188,7 +188,8 @@ def check_rows(
         others = ", other than float16," if is_narrow else ""
         others = others if weights.packed else ", or a ScaledArray,"
         remedy = f" Pass `{of_rows}.dequantize(jnp.bfloat16)`." if scaled else ""
-        remedy = f" Pass `{of_weights}.untile()`, or cast `{of_rows}`." if in_tiles else remedy
+        if in_tiles:
+            remedy = f" Make `{of_weights}` with `tiles=False`, or cast `{of_rows}`."
         raise ArgumentTypeError(
             f"Argument `{of_rows}` must be floats of 16 bits or more{others} to go with a "
             f"ScaledArray of {weights.dtype} weights{' in tiles' * in_tiles}; got "

@@ -13,9 +13,9 @@ HALF_A_TILE = 64
 warp groups alone."""
 
 MOST_ROWS = 256
-"""Up to this, kernels unpack weights of 8 and 4 bits while they multiply. With more rows weights
-are dequantized first, because each row tile would unpack them again. "4-bit weights widened in
-memory by a kernel", H200."""
+"""Up to this, kernels widen weights in tiles, and weights of 8 bits, while they multiply. With more
+rows weights are dequantized first, because each row tile would widen them again. "4-bit weights
+widened in memory by a kernel", H200."""
 
 ROWS_OF_TILES = 8
 """Up to this, weights in tiles are multiplied by `mma.sync` on Hopper; with more rows `wgmma` is
@@ -35,14 +35,6 @@ from the sizes of groups. "Programs that find their tiles", H200."""
 HALF_OF_A_WARP_GROUP = 24
 """Up to this, blocks for weights in tiles have 32 rows; with more rows they have 64. "More programs
 for tiles from 9 rows on", H200."""
-
-NARROW_ROWS = 8
-"""Up to this, blocks for stored weights have 16 rows; with more rows they have 64. "Few rows times
-weights of 8 bits", H200."""
-
-ROWS_OF_A_WARP_GROUP = 64
-"""Up to this, blocks for stored weights have 64 rows and 4 warps; with more rows they have 128, and
-8 warps. In the same section."""
 
 NARROW_ROWS_OF_8_BITS = 16
 """Up to this, blocks for 8-bit rows have 16 rows; with more rows they have 64. No figures were kept

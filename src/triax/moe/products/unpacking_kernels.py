@@ -1,8 +1,8 @@
-"""Widens 8- and 4-bit weights to bfloat16 in registers, and loads their scales and zeros.
+"""Widens weights in tiles to bfloat16 in registers, and loads their scales and zeros.
 
-A 32-bit word holds eight 4-bit weights, and weights S and S + 4 are widened together. Words of
-tiles stand where threads of tensor cores take them, in the order of `packing.tile`; scales and
-zeros of single columns are then in the order of `packing.tile_scales`.
+Words of tiles stand where threads of tensor cores take them, in the order of `packing.tile`; scales
+and zeros of single columns are in the order of `packing.tile_scales`. A 32-bit word holds eight
+4-bit weights, of which S and S + 4 are widened together.
 """
 
 import triton
@@ -42,7 +42,7 @@ def _base(hidden, E4M3: tl.constexpr, PACKED: tl.constexpr):
     """
     if E4M3:  # where bfloat16 has the bits of size
         return tl.where(hidden < 0, 0, 0x07F007F0)
-    elif PACKED is None or PACKED == "int8":  # 128
+    elif PACKED == "int8":  # 128
         return tl.where(hidden < 0, 0, 0x43004300)
     else:  # 136
         return tl.where(hidden < 0, 0, 0x43084308)
@@ -66,20 +66,6 @@ def _every_other(words, base, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _widened(w, base, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """Widens weights to bfloat16, in the order 0, 2, 1, 3 of each four."""
-    E4M3: tl.constexpr = w.dtype == tl.float8e4nv
-    # Compilers find that the four bytes already are one word.
-    even, odd = w.to(tl.uint8, bitcast=True).reshape(ROWS, DEPTH // 4, 2, 2).split()
-    zero, two = even.to(tl.int32).split()
-    one, three = odd.to(tl.int32).split()
-    words = zero | (one << 8) | (two << 16) | (three << 24)
-    zero, two = _every_other(words, base, E4M3)
-    one, three = _every_other(words >> 8, base, E4M3)
-    return tl.join(tl.join(zero, one), tl.join(two, three)).reshape(ROWS, DEPTH)
-
-
-@triton.jit
 def _times(pairs, factors):
     """Multiplies pairs of bfloat16 in words; compilers may multiply each number alone."""
     return tl.inline_asm_elementwise(
@@ -93,19 +79,14 @@ def _times(pairs, factors):
 
 
 @triton.jit
-def _two_of_eight(
-    words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr, TILED: tl.constexpr
-):
+def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr):
     """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `powers`.
 
-    Powers are of bfloat16, or, of tiles, words with 2**126 times the power in both halves.
+    Powers are of bfloat16, or words with 2**126 times the power in both halves.
     """
     AT_ONCE: tl.constexpr = powers is not None and powers.dtype == tl.int32
     if E2M1:
-        if not TILED:
-            bits = words << (6 - 4 * S) if S < 2 else words >> (4 * S - 6)
-            bits = (bits & 0x01C001C0) | ((words << (12 - 4 * S)) & -0x7FFF8000)
-        elif S < 3:
+        if S < 3:
             bits = words.to(tl.uint32, bitcast=True)
             if S > 0:
                 bits = (bits >> (3 * S)) | (bits << (32 - 3 * S))
@@ -130,28 +111,6 @@ def _two_of_eight(
         low *= powers
         high *= powers
     return tl.join(low, high)
-
-
-@triton.jit
-def _unpacked(w, base, zeros, powers, E2M1: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """Unpacks 4-bit numbers to bfloat16, in the order of tensor cores' left operand."""
-    WORDS: tl.constexpr = DEPTH // 8
-    LOADED: tl.constexpr = WORDS // 4 if WORDS < 16 else 4  # words per thread and load
-    even, odd = w.reshape(ROWS, WORDS, 2, 2).split()
-    zero, two = even.to(tl.int32).split()
-    one, three = odd.to(tl.int32).split()
-    words = zero | (one << 8) | (two << 16) | (three << 24)
-    if zeros is not None:
-        zeros = _for_words(zeros, ROWS, WORDS)
-    if powers is not None:
-        powers = _for_words(powers, ROWS, WORDS)
-    a = _two_of_eight(words, base, 0, zeros, powers, E2M1, False)
-    b = _two_of_eight(words, base, 1, zeros, powers, E2M1, False)
-    c = _two_of_eight(words, base, 2, zeros, powers, E2M1, False)
-    d = _two_of_eight(words, base, 3, zeros, powers, E2M1, False)
-    w = tl.join(tl.join(a, b), tl.join(c, d))
-    w = w.reshape(ROWS, WORDS // LOADED // 4, 4, LOADED, 2, 2, 2)
-    return w.permute(0, 1, 3, 6, 5, 2, 4).reshape(ROWS, DEPTH)
 
 
 @triton.jit
@@ -198,10 +157,10 @@ def _from_tiles(w, base, zeros, powers, PACKED: tl.constexpr, OPERAND: tl.conste
             zeros, zeros_2 = _of_two_columns(zeros, COLUMNS, PARTS)
         if powers is not None:
             powers, powers_2 = _of_two_columns(powers, COLUMNS, PARTS)
-        a = _two_of_eight(w, base, 0, zeros, powers, E2M1, True)
-        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1, True)
-        c = _two_of_eight(w, base, 2, zeros, powers, E2M1, True)
-        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1, True)
+        a = _two_of_eight(w, base, 0, zeros, powers, E2M1)
+        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1)
+        c = _two_of_eight(w, base, 2, zeros, powers, E2M1)
+        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1)
         w = tl.join(tl.join(a, b), tl.join(c, d))
         if OPERAND:
             w = w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6)

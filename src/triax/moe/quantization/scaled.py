@@ -170,9 +170,9 @@ class ScaledArray:
     def tile(self, shards: tuple[int, int] = (1, 1)) -> ScaledArray:
         """Reorders weights for `ragged_dot` with few rows; numbers and their bytes stay the same.
 
-        From compute capability 8.0 on, the weights are then read and widened faster. Call it once,
-        where they are loaded. Kernels read tiles for the rows' gradient, too; plain JAX reorders
-        them back in each call.
+        From compute capability 8.0 on, kernels for few bfloat16 rows read tiles, and widen them in
+        registers. Call it once, where weights are loaded. Kernels read tiles for the rows'
+        gradient, too; plain JAX reorders them back in each call.
 
         A tile has 64 columns and 64 of their depth. The values are int32 [..., columns / 64, depth
         / 64, 512], or 1024 in 8 bits. Scales and zeros for blocks of the depth, [..., columns,
@@ -343,7 +343,7 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
     if x.tiled:
         raise ArgumentValueError(
             f"Argument `{name}` must not be in tiles, each of which has 64 tokens; got shape "
-            f"{x.shape}. Pass `{name}.untile()`."
+            f"{x.shape}. Leave out `tile`, which is for weights."
         )
     if x.zeros is not None:
         raise ArgumentValueError(
