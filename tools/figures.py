@@ -4,7 +4,9 @@
     python tools/figures.py --check    # says which are out of date, and exits with 1
 
 A table stands between `<!-- figures: NAME -->` and `<!-- end of figures -->`, one of `TABLES`.
-Those with a row for each entry of a record are in figures.toml. No figure is typed by hand.
+Those with a row for each entry of a record are in figures.toml. Figures may also stand inside a
+line, with both comments: a line that begins with a comment would end the sentence before it. No
+figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ PAGES = [
     if "<!-- figures: " in path.read_text()
 ]
 ROWS: dict[str, Any] = tomllib.loads((ROOT / "tools" / "figures.toml").read_text("utf-8"))
-BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- figures: (\S+) -->(\n?)).*?(<!-- end of figures -->)", re.DOTALL)
 
 NAMES = {
     "plan": "plan",
@@ -523,7 +525,7 @@ def pointers() -> str:
     entries = record("versions")["entries"]
     (without,) = (each["results"] for each in entries if not each["descriptors"])
     ratios = [without[name] / us for name, us in entries[0]["results"].items() if "layer" in name]
-    return f"{min(ratios):.1f} to {max(ratios):.1f} times as long as with TMA, on one H100.\n"
+    return f"{min(ratios):.1f} to {max(ratios):.1f} times as long as with TMA, on one H100\n"
 
 
 def cards() -> str:
@@ -649,7 +651,7 @@ def adopting_times(key: str) -> str:
             if "ms" in found:
                 cells = [f"{found['ms']:.2f} ms", f"{found.get('of_patched', 1.0):.2f}"]
             rows.append([name, way, *cells])
-    return table(["", "", "time", "of the patched one's"], rows)
+    return table(["", "", "time", "times the patched one's"], rows)
 
 
 def elsewhere() -> str:
@@ -663,7 +665,39 @@ def elsewhere() -> str:
         for way, found in record("adopting")["results"][key][case].items():
             what = ways.get(way, "haliax's Pallas kernels")
             rows.append([name, what, f"{found['ms']:.1f} ms", f"{found['of_patched']:.2f}"])
-    return table(["Mixtral 8x7B's experts in", "multiplied by", "time", "of Triax's"], rows)
+    return table(["Mixtral 8x7B's experts in", "multiplied by", "time", "times Triax's time"], rows)
+
+
+def _layer_rates(implementation: str) -> str:
+    """The least and the greatest TFLOP/s of the whole layer."""
+    rates = [r["teraflops_per_second"] for r in find(implementation, "layer", op="layer")]
+    return f"{min(rates):.0f} to {max(rates):.0f}"
+
+
+def front() -> str:
+    """Two figures for the front page, both against what JAX has."""
+    times = record("adopting")["results"]["maxtext"]["Mixtral 8x7B, 8,192 tokens"]
+    before, after = (times[way]["ms"] for way in ("original", "patched"))
+    (device,) = {record(name)["device"] for name in ("layer", "adopting")}
+    return (
+        f"- **{_layer_rates('triax')} TFLOP/s** for a whole MoE layer, forward and backward, in the "
+        f"shapes of five models; {_layer_rates('jax.lax.ragged_dot')} with `jax.lax.ragged_dot`.\n"
+        f"- **{before / after:.1f} times as fast** with Mixtral's experts in MaxText: {after:.1f} ms "
+        f"instead of {before:.1f}.\n\nOne {device}, bfloat16.\n"
+    )
+
+
+def ragged_dot_rates() -> str:
+    """The TFLOP/s of a layer with `jax.lax.ragged_dot`, by the number of experts."""
+    rates: dict[int, list[float]] = {}
+    for r in find("jax.lax.ragged_dot", "layer", op="layer"):
+        rates.setdefault(r["experts"], []).append(r["teraflops_per_second"])
+    shown = [
+        (experts, " and ".join(f"{rate:.0f}" for rate in sorted(found)))
+        for experts, found in sorted(rates.items())
+    ]
+    (first, rate), *others = shown
+    return f"{rate} TFLOP/s with {first} experts" + "".join(f", {r} with {n}" for n, r in others)
 
 
 def transformers() -> str:
@@ -784,6 +818,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "numerics": numerics,
     "adopting": adopting,
     "elsewhere": elsewhere,
+    "front": front,
+    "rates": lambda: _layer_rates("triax"),
+    "rates/ragged_dot": ragged_dot_rates,
     **{f"adopting/{key}": functools.partial(adopting_times, key) for key in CODEBASES},
     **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},
     "decode": decode,
@@ -808,7 +845,13 @@ def filled(text: str) -> str:
     """A page with every table as the records have it."""
     if text.count("<!-- figures: ") != text.count("<!-- end of figures -->"):
         raise ValueError("a page has a table of figures without an end, or an end too many")
-    return BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+
+    def current(match: re.Match[str]) -> str:
+        begin, name, newline, end = match.groups()
+        made = TABLES[name]()
+        return begin + (made if newline else made.rstrip()) + end
+
+    return BLOCK.sub(current, text)
 
 
 def main() -> int:

@@ -67,6 +67,8 @@ def layers(results: list[Result], origin: str) -> Any:
     if not found:
         return None
     names = [*dict.fromkeys(name for of_model in found.values() for name in of_model)]
+    names.sort(key=lambda name: name == DENSE)  # the limit comes last
+    labels = {OWN: "the layer by Triax", DENSE: "its products alone, as dense matmuls: a limit"}
     height = 0.8 / len(names)
     inches = 0.25 + 0.15 * len(names)  # of a model
     figure = Figure(figsize=(7.5, 1.7 + inches * len(found)), layout="constrained")
@@ -76,7 +78,7 @@ def layers(results: list[Result], origin: str) -> Any:
     axes = figure.subplots()
     for place, name in enumerate(names):
         shown = [(y, values[name]) for y, values in enumerate(found.values()) if name in values]
-        label = "dense: its products alone, as dense matmuls" if name == DENSE else name
+        label = labels.get(name, f"the layer with {name}")
         at = [y + height * (place + 0.5) - 0.4 for y, _ in shown]
         color = INK if name == DENSE else PALETTE[place]
         bars = axes.barh(at, [rate for _, rate in shown], 0.9 * height, color=color, label=label)
@@ -84,12 +86,12 @@ def layers(results: list[Result], origin: str) -> Any:
     axes.set_yticks(range(len(found)), [*found])
     axes.set(ylim=(len(found) - 0.5, -0.5))
     axes.grid(axis="x")
-    figure.legend(loc="outside lower center", ncols=min(len(names), 3))
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
 def _layer_name(r: Result) -> str:
-    return f"{r['preset']}\n{r['tokens']:,} tokens, {r['top_k']} of {r['experts']}"
+    return f"{r['preset']}\n{r['tokens']:,} tokens, {r['top_k']} of {r['experts']} experts"
 
 
 def fraction_of_stream(results: list[Result], origin: str) -> Any:

@@ -46,8 +46,17 @@ def test_bars_of_layers_begin_at_zero():
     shape = {"op": "layer", "preset": "mixtral-8x7b"}
     rates = {"triax": 600.0, "dense": 700.0, "a competitor": 300.0}
     found = [result(name, teraflops_per_second=rate, **shape) for name, rate in rates.items()]
-    (axes,) = plots.layers([*found, result()], "origin").axes
-    assert [bar.get_width() for bar in axes.patches] == [*rates.values()]
+    figure = plots.layers([*found, result()], "origin")
+    (axes,) = figure.axes
+    shown = {
+        text.get_text(): bar.get_width()
+        for text, bar in zip(figure.legends[0].get_texts(), axes.patches, strict=True)
+    }
+    assert shown == {
+        "the layer by Triax": 600.0,
+        "the layer with a competitor": 300.0,
+        "its products alone, as dense matmuls: a limit": 700.0,
+    }
     assert {bar.get_x() for bar in axes.patches} == {0}
     assert axes.get_xlim()[0] == 0
     assert plots.layers([result()], "origin") is None
