@@ -14,10 +14,12 @@ import sys
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.models import EXPERTS, HIDDEN, LIMIT, TOP_K, WIDTH, error
 from triax import moe
+from triax.moe.checkpoint import EXPERTS as EXPERTS_NAMES
 
 MODELS = {  # the folder under `transformers/models`, the model's class and its config's
     "Mixtral": "mixtral MixtralModel MixtralConfig",
@@ -39,6 +41,15 @@ MODELS = {  # the folder under `transformers/models`, the model's class and its 
     "MiniMax-M3": "minimax_m3_vl MiniMaxM3VLTextModel MiniMaxM3VLTextConfig",
     "Gemma 4": "gemma4 Gemma4TextModel Gemma4TextConfig",
     "gpt-oss": "gpt_oss GptOssModel GptOssConfig",
+    "Granite MoE": "granitemoe GraniteMoeModel GraniteMoeConfig",
+    "Granite MoE, shared": "granitemoeshared GraniteMoeSharedModel GraniteMoeSharedConfig",
+    "Granite 4": "granitemoehybrid GraniteMoeHybridModel GraniteMoeHybridConfig",
+    "DBRX": "dbrx DbrxModel DbrxConfig",
+    "Step 3.7": "step3p7 Step3p7TextModel Step3p7TextConfig",
+    "ERNIE 4.5": "ernie4_5_moe Ernie4_5_MoeModel Ernie4_5_MoeConfig",
+    "Hunyuan-A13B": "hunyuan_v1_moe HunYuanMoEV1Model HunYuanMoEV1Config",
+    "Kimi Linear": "kimi_linear KimiLinearModel KimiLinearConfig",
+    "Nemotron-H": "nemotron_h NemotronHModel NemotronHConfig",
 }
 # What else their configurations must have for a layer of experts.
 ALSO = {
@@ -51,6 +62,23 @@ ALSO = {
     "GLM-4.7-Flash": {"mlp_layer_types": ["sparse"]},
     "MiniMax-M3": {"swiglu_limit": 0.7, "swiglu_alpha": 1.2},
     "gpt-oss": {"swiglu_limit": 0.7, "swiglu_alpha": 1.2},
+    "Granite 4": {"layer_types": ["full_attention"], "mamba_n_heads": 1},
+    "DBRX": {
+        "d_model": HIDDEN,
+        "n_heads": 2,
+        "n_layers": 1,
+        "attn_config": {"rope_theta": 1e4},
+        "ffn_config": {
+            "ffn_hidden_size": WIDTH,
+            "moe_num_experts": EXPERTS,
+            "moe_top_k": TOP_K,
+            "ffn_act_fn": {"name": "silu"},
+        },
+    },
+    "Step 3.7": {"mlp_layer_types": ["sparse"], "share_expert_dim": WIDTH},
+    "Kimi Linear": {"pad_token_id": 0},
+    "ERNIE 4.5": {"moe_layer_start_index": 0, "moe_num_experts": EXPERTS, "moe_k": TOP_K},
+    "Nemotron-H": {"layers_block_type": ["moe"], "moe_shared_expert_intermediate_size": WIDTH},
 }
 
 
@@ -78,7 +106,8 @@ def saved(names: str, also: dict) -> float:
     with tempfile.TemporaryDirectory() as path:
         made.save_pretrained(path)
         checkpoint = moe.Checkpoint(path)
-        prefix = next(name.partition(".experts.")[0] for name in checkpoint if ".experts." in name)
+        found = filter(None, map(EXPERTS_NAMES.match, checkpoint))
+        prefix = next(at[1] or at[2] for at in found)
         experts = jax.device_put(moe.Experts.from_checkpoint(checkpoint, prefix))
         return error(moe.feed_forward(x, moe.Routing(weights, chosen), experts).tokens, wanted)
 
@@ -118,9 +147,58 @@ def pack_quantized(symmetric: bool, group: int | None) -> float:
     return error(moe.from_compressed_tensors(**arrays).dequantize().T, wanted)
 
 
+def microscaled(bits: int) -> float:
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    weight = torch.from_numpy(np.random.default_rng(0).standard_normal((24, 96), np.float32))
+    how = {"num_bits": bits, "type": "float", "strategy": "group", "group_size": 32}
+    args = QuantizationArgs(**how, scale_dtype="torch.uint8", zp_dtype="torch.uint8")
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    groups = weight.reshape(24, -1, 32)
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    name = "mxfp4-pack-quantized" if bits == 4 else "mxfp8-quantized"
+    compressor = BaseCompressor.get_value_from_registry(name)
+    packed = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    wanted = compressor.decompress(dict(packed), scheme)["weight"].float()
+    config = {"quant_method": "compressed-tensors", "format": name}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": how}}
+    tensors = {f"up_proj.{end}": in_numpy(tensor) for end, tensor in packed.items()}
+    found = moe.linear_from_checkpoint(tensors, "up_proj", config={"quantization_config": config})
+    return error(found.dequantize(), wanted)
+
+
+def in_numpy(tensor) -> np.ndarray:
+    import torch
+
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor.detach().numpy()
+    return tensor.detach().view(torch.uint8).numpy().view(jnp.float8_e4m3fn)
+
+
+def float8() -> float:
+    """transformers' float8 with scales for blocks, and what its own code makes of them."""
+    import torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    rng = np.random.default_rng(0)
+    weight = torch.from_numpy(rng.standard_normal((96, 64), np.float32)).to(torch.float8_e4m3fn)
+    scale = torch.from_numpy(rng.random((3, 2), np.float32))
+    wanted = Fp8Dequantize(None)._dequantize_one(weight, scale)
+    arrays = {"a.weight": in_numpy(weight), "a.weight_scale_inv": scale.numpy()}
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    found = moe.linear_from_checkpoint(arrays, "a", config={"quantization_config": config})
+    return error(found.dequantize(), wanted)
+
+
 def main():
     errors = {name: saved(names, ALSO.get(name, {})) for name, names in MODELS.items()}
     errors["MXFP4"] = mxfp4()
+    errors["compressed-tensors' MXFP4"] = microscaled(4)
+    errors["compressed-tensors' MXFP8"] = microscaled(8)
+    errors["transformers' float8 with blocks"] = float8()
     for symmetric in (True, False):
         for group in (32, None):
             name = f"compressed-tensors, {symmetric=}, {group=}"

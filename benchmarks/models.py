@@ -361,7 +361,7 @@ def compare(model: Model, seed: int = 0) -> tuple[dict[str, str], dict[str, floa
     x, upstream = rng.standard_normal((2, BATCH, SEQUENCE, HIDDEN)).astype(np.float32)
     ids = rng.integers(0, VOCABULARY, BATCH * SEQUENCE)
 
-    routers = [m for m in block.modules() if type(m).__name__.endswith("Router")]
+    routers = [m for m in block.modules() if type(m).__name__.endswith(("Router", "Gate"))]
     routed: list[Any] = []
     for router in routers:
         router.register_forward_hook(lambda of, _, out: routed.append((of, out)))
@@ -396,13 +396,17 @@ def compare(model: Model, seed: int = 0) -> tuple[dict[str, str], dict[str, floa
 
 def routings(block, router, out, hashed: bool):
     """The weights [tokens, experts] of a block's own router, and those of `Router.from_config`."""
+    if type(router).__name__ == "DbrxRouter":  # which returns logits
+        out = out, *block.route_tokens_to_experts(out)
     logits, weights, chosen = (part.detach() for part in out)
     if type(router).__name__ == "Gemma4TextRouter":  # which returns probabilities
         logits = logits.log()
         weights = weights / router.per_expert_scale.detach()[chosen]  # `expert_scale`
-    if type(router).__name__ == "MiniMaxM3VLTopKRouter":  # its block scales the experts' sum
+    # Their blocks scale the experts' sum.
+    if type(router).__name__ in ("MiniMaxM3VLTopKRouter", "Step3p7TopKRouter"):
         weights = weights * block.routed_scaling_factor
-    biases = [b for n, b in block.named_buffers() if n.endswith("e_score_correction_bias")]
+    named = [*block.named_buffers(), *block.named_parameters()]
+    biases = [b.reshape(-1) for n, b in named if n.endswith("e_score_correction_bias")]
     found = moe.route(
         jnp.asarray(logits.numpy()),
         moe.Router.from_config(block.config_of_model),

@@ -25,7 +25,7 @@ import numpy as np
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from triax.moe.activations.reference import SPECS
-from triax.moe.model_types import Described, describe, quantization_of
+from triax.moe.model_types import COUNTS, Described, describe, quantization_of
 from triax.moe.quantization import checkpoints
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared.arguments import Array
@@ -41,7 +41,8 @@ _DTYPES = {
 }
 
 
-_OF_TOKENS = "input_scale", "activation_scale"  # not read: tokens stay in their dtype
+# Not read: tokens stay in their dtype.
+_OF_TOKENS = "input_scale", "activation_scale", "input_global_scale", "qscale_act"
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of an expert in a name
 
 
@@ -250,7 +251,7 @@ def linear_from_checkpoint(
     """
     _check_mapping(tensors)
     config = getattr(tensors, "config", {}) if config is None else config
-    quantization = checkpoints.flat(quantization_of(config))
+    quantization = checkpoints.flat(quantization_of(config), prefix)
     stem = f"{prefix}."
     names = [name for name in tensors if isinstance(name, str) and name.startswith(stem)]
     if not names:
@@ -279,6 +280,62 @@ def _check_mapping(tensors: Any) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How checkpoints name the linear layers of experts, and store their weights.
+
+    Attributes:
+      linears: their names behind the stem, those of the first product and that of the second.
+      ends: what is behind these names, and what it is in `checkpoints.NAMES`.
+      single: whether each expert has its own tensors; its number is before the names.
+      by_rows: whether weights are [experts · width, hidden], those of the second product too.
+      within: what is between a layer's prefix and these names, or the experts' numbers.
+    """
+
+    linears: tuple[str, ...]
+    ends: Mapping[str, str]
+    single: bool = False
+    by_rows: bool = False
+    within: str = "experts."
+
+    def knows(self, name: str) -> bool:
+        """Whether what is behind the stem in a tensor's name is known."""
+        number, _, rest = name.partition(".") if self.single else ("0", "", name)
+        linear = next((of for of in self.linears if rest.startswith(of)), "")
+        ends = *self.ends, *(f".{of}" for of in _OF_TOKENS), "_activation_scale"
+        return bool(_NUMBER.fullmatch(number) and linear and rest.removeprefix(linear) in ends)
+
+    def leads(self, name: str) -> bool:
+        """Whether it is the name of a tensor of the first linear layer."""
+        return (
+            self.linears[0] in name.split(".") if self.single else name.startswith(self.linears[0])
+        )
+
+
+_OF_MODULES = {f".{name}": name for name in checkpoints.NAMES}
+_OF_STACKS = {
+    "": "weight",
+    "_bias": "bias",
+    "_blocks": "weight",
+    "_scales": "weight_scale",
+    "_scale_inv": "weight_scale_inv",
+}
+# A layer's is the first one that has its place, and whose first linear layer is there.
+FAMILIES = (
+    Family(("gate_up_proj", "down_proj"), _OF_STACKS),  # gpt-oss, Llama 4, transformers 5
+    Family(("mlp.w1", "mlp.v1", "mlp.w2"), _OF_STACKS, by_rows=True),  # DBRX
+    Family(("input_linear", "output_linear"), _OF_MODULES, within=""),  # Granite
+    Family(("gate_proj", "up_proj", "down_proj"), _OF_MODULES, within=""),  # Step-3, Step-3.5
+    Family(("w1", "w3", "w2"), _OF_MODULES, single=True),  # Mixtral, DeepSeek-V4
+    Family(("gate_proj", "up_proj", "down_proj"), _OF_MODULES, single=True),  # most others
+    Family(("up_proj", "down_proj"), _OF_MODULES, single=True),  # Nemotron-H
+)
+# The prefix of a layer, in the names of tensors of its experts.
+EXPERTS = re.compile(
+    r"(.+?)\.experts\..+|(.+\.(?:block_sparse_)?moe)\.(?:(?:in|out)put_linear|\w+_proj)\..+"
+)
+
+
 def read_experts(
     tensors: Any,
     prefix: Any,
@@ -297,8 +354,10 @@ def read_experts(
         messages.check_bool(interleaved=interleaved)
     if progress is not None:
         messages.check_callable("progress", progress)
-    names = [name for name in tensors if isinstance(name, str) and ".experts." in name]
-    layers = {name.partition(".experts.")[0] for name in names}
+    layers: dict[str, list[str]] = {}
+    for name in tensors:
+        if isinstance(name, str) and (at := EXPERTS.match(name)):
+            layers.setdefault(at[1] or at[2], []).append(name)
     if not isinstance(prefix, str) or prefix not in layers:
         raise CheckpointError(
             f"Argument `prefix` must be one of {messages.short(sorted(layers))}, which are before "
@@ -306,18 +365,23 @@ def read_experts(
             " Names are those of Hugging Face's layout."
         )
     config = getattr(tensors, "config", {}) if config is None else config
-    said = describe(config, activation, interleaved)
-    stem = f"{prefix}.experts."
-    names = [name for name in names if name.startswith(stem)]
-    if any(name.startswith(f"{stem}gate_up_proj") for name in names):
-        weights = _stacked(tensors, stem, names, said, experts, tiles)
+    said = describe(config, activation, interleaved, prefix)
+    names = layers[prefix]
+    within = "experts." * names[0].startswith(f"{prefix}.experts.")
+    stem = f"{prefix}.{within}"
+    ends = [name.removeprefix(stem) for name in names]
+    here = [of for of in FAMILIES if of.within == within]
+    family = next((of for of in here if any(map(of.leads, ends))), here[-1])
+    _check_names(names, stem, family.knows)
+    if interleaved and len(family.linears) == 3:
+        raise ArgumentValueError(
+            f"Argument `interleaved` must be False or None for `{stem}…`, whose gate and up have "
+            "tensors of their own; got True."
+        )
+    if family.single:
+        weights = _separate(tensors, stem, family, names, said, experts, progress, tiles)
     else:
-        if interleaved:
-            raise ArgumentValueError(
-                f"Argument `interleaved` must be False or None for `{stem}…`, whose gate and up "
-                "have tensors of their own; got True."
-            )
-        weights = _separate(tensors, stem, names, said, experts, progress, tiles)
+        weights = _stacked(tensors, stem, family, names, said, experts, tiles)
     hidden, width = weights["w_down"].shape[-2:][:: 1 if weights["transposed"] else -1]
     _check_sizes(said.hidden, hidden, stem, "columns of `down_proj`")
     _check_sizes(said.width, width, stem, "rows of `down_proj`")
@@ -379,51 +443,80 @@ def _chosen(experts: Any, count: int) -> range:
 
 
 def _stacked(
-    tensors: Any, stem: str, names: list[str], said: Described, experts: Any, tiles: bool
+    tensors: Any,
+    stem: str,
+    family: Family,
+    names: list[str],
+    said: Described,
+    experts: Any,
+    tiles: bool,
 ) -> dict[str, Any]:
     """Reads tensors of all experts, as gpt-oss has them; a part is a view."""
-    quantization = checkpoints.flat(said.quantization)
-    linears, parts = ("gate_up_proj", "down_proj"), ("", "_bias", "_blocks", "_scales")
-    known = {linear + part for linear in linears for part in parts}
-    _check_names(names, stem, known.__contains__)
+    *first, last = family.linears
     spec = SPECS.get(said.activation) if isinstance(said.activation, str) else None
     if spec and not spec.gated:
         raise ArgumentValueError(
-            f"Argument `activation` must have a gate, because `{stem}gate_up_proj` has one; got "
+            f"Argument `activation` must have a gate, because `{stem}{first[0]}` has one; got "
             f"{said.activation!r}. SiLU of the gate is 'swiglu'."
         )
-    if said.interleaved is None:
+    if said.interleaved is None and len(first) == 1:
         raise CheckpointError(
-            f"Argument `interleaved` must say whether gate and up alternate in `{stem}gate_up_proj`"
+            f"Argument `interleaved` must say whether gate and up alternate in `{stem}{first[0]}`"
             ", because the model's configuration has no `model_type` that is known: True as in "
             "gpt-oss, or False if all of the gate comes first."
         )
-    biased = said.biased or any(name.endswith("_bias") for name in names)
-    arrays: dict[str, Any] = {}
-    for key, linear in zip(("gate_up", "down"), linears, strict=True):
-        with reading(tensors, stem + linear, *parts) as own:
-            if "" in own and len(own.keys() - {"_bias"}) > 1:
+    biased = said.biased or any(name.endswith("bias") for name in names)
+    of_bias = next(end for end, name in family.ends.items() if name == "bias")
+    by_shape = family.ends is _OF_STACKS and len(first) == 1  # whether out or in comes first
+    arrays: dict[str, list[Any]] = {}
+    for linear in family.linears:
+        key = "down" if linear == last else "gate_up"
+        with reading(tensors, stem + linear, *family.ends) as own:
+            parts = {family.ends[end]: array for end, array in own.items() if end != of_bias}
+            if len(parts) < len(own.keys() - {of_bias}):
                 raise ArgumentValueError("Weights are there both in floats and in MXFP4.")
-            if "_blocks" in own or "_scales" in own:
-                arrays[f"w_{key}"] = checkpoints.mxfp4(own, quantization)
-            else:
-                arrays[f"w_{key}"] = checkpoints.linear({"weight": own[""]}, {})
+            for end in ("_blocks", "_scales") if own.keys() & {"_blocks", "_scales"} else ():
+                own[end]  # raises if it is missing
+            quantization = checkpoints.flat(said.quantization, stem + linear)
+            made = checkpoints.linear(parts, quantization)
+            if family.by_rows:
+                made = _by_expert(made, said.counts)
+                made = made.swapaxes(1, 2) if linear == last else made
+            made = made.mT if by_shape and isinstance(made, ScaledArray) else made
+            arrays.setdefault(f"w_{key}", []).append(made)
             if biased:
-                arrays[f"b_{key}"] = own["_bias"]
+                arrays.setdefault(f"b_{key}", []).append(own[of_bias])
     # As gate and up are twice as wide, [experts, out, in] and [experts, in, out] differ.
-    transposed = arrays["w_gate_up"].shape[-1] == arrays["w_down"].shape[-2]
-    count = len(arrays["w_gate_up"])
+    both, down = arrays["w_gate_up"][0], arrays["w_down"][0]
+    transposed = not by_shape or both.shape[-1] == down.shape[-2]
+    count = len(both)
     _check_sizes(said.counts, count, stem, "experts")
     part = _chosen(experts, count)
-    arrays = {key: array[part.start : part.stop : part.step] for key, array in arrays.items()}
-    if tiles:
-        arrays = {key: checkpoints.in_tiles(array) for key, array in arrays.items()}
-    return {**arrays, "interleaved": said.interleaved, "transposed": transposed}
+    weights: dict[str, Any] = {}
+    for key, of in arrays.items():
+        of = [array[part.start : part.stop : part.step] for array in of]
+        of = [checkpoints.in_tiles(array) for array in of] if tiles else of
+        weights[key] = of[0] if len(of) == 1 else tuple(of)
+    interleaved = len(first) == 1 and said.interleaved
+    return {**weights, "interleaved": interleaved, "transposed": transposed}
+
+
+def _by_expert(array: np.ndarray, counts: Mapping[str, Any]) -> np.ndarray:
+    """Splits rows of all experts, which are below each other."""
+    key, count = next(iter(counts.items()), (COUNTS[-1], None))
+    if not isinstance(count, int) or count < 1 or len(array) % count:
+        raise ArgumentValueError(
+            f"The {len(array)} rows are those of all experts, and `{key}` of the model's "
+            f"configuration must be their number; got {messages.short(count)}. Pass `config` with "
+            "it."
+        )
+    return array.reshape(count, -1, array.shape[-1])
 
 
 def _separate(
     tensors: Any,
     stem: str,
+    family: Family,
     names: list[str],
     said: Described,
     experts: Any,
@@ -431,34 +524,30 @@ def _separate(
     tiles: bool,
 ) -> dict[str, Any]:
     """Copies each expert's own tensors into stacks [experts, linear layers, out, in]."""
-    quantization = checkpoints.flat(said.quantization)
-    mixtral = any(".w1." in name for name in names)
-    linears = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    known = {f"{linear}.{of}" for linear in linears for of in (*checkpoints.NAMES, *_OF_TOKENS)}
-
-    def is_known(end: str) -> bool:
-        number, _, rest = end.partition(".")
-        return bool(_NUMBER.fullmatch(number)) and rest in known
-
-    _check_names(names, stem, is_known)
     numbers = {int(name.removeprefix(stem).partition(".")[0]) for name in names}
     count = 1 + max(numbers)
     _check_sizes(said.counts, count, stem, "experts")
     chosen = _chosen(experts, count)
     if missing := next((f"{stem}{expert}" for expert in chosen if expert not in numbers), ""):
         raise CheckpointError(f"`{missing}` is missing: no tensor's name begins so.")
+    both = len(family.linears) - 1
     stacks: list[Any] = []  # of gate and up, and of down
+    biases: dict[tuple[int, int], Any] = {}  # by linear layer and place
     for at in _in_order(chosen, progress):
         expert = chosen[at]
-        for i, name in enumerate(linears):
-            which, beside = divmod(i, 2)
-            with reading(tensors, f"{stem}{expert}.{name}.", *checkpoints.NAMES) as own:
-                linear = checkpoints.linear(own, quantization)
+        for i, name in enumerate(family.linears):
+            which, beside = divmod(i, both)
+            module = f"{stem}{expert}.{name}"
+            with reading(tensors, f"{module}.", *checkpoints.NAMES) as own:
+                if "bias" in own:
+                    biases[i, at] = own.pop("bias")
+                linear = checkpoints.linear(own, checkpoints.flat(said.quantization, module))
                 leaves, tree = jax.tree.flatten(checkpoints.in_tiles(linear) if tiles else linear)
                 got = messages.short(leaves)
                 if which == len(stacks):
-                    new = [np.empty((len(chosen), 2 - which, *of.shape), of.dtype) for of in leaves]
-                    stacks.append((f"`{stem}{expert}.{name}.…` has {got}", got, tree, new))
+                    size = 1 if which else both
+                    new = [np.empty((len(chosen), size, *of.shape), of.dtype) for of in leaves]
+                    stacks.append((f"`{module}.…` has {got}", got, tree, new))
                 first, wanted, structure, stack = stacks[which]
                 if (got, tree) != (wanted, structure):
                     raise ArgumentValueError(f"All experts must be alike: {first}; got {got}.")
@@ -469,4 +558,24 @@ def _separate(
         made = tree.unflatten([of.reshape(len(of), -1, *of.shape[3:]) for of in stack])
         scaled = isinstance(made, ScaledArray)
         weights[key] = dataclasses.replace(made, block=(1, *made.block)) if scaled else made
+    # AutoGPTQ wrote zeros as the biases of linear layers that have none.
+    if said.biased or any(map(np.any, biases.values())):
+        weights |= _biases(stem, family, chosen, biases)
     return {**weights, "transposed": True}
+
+
+def _biases(
+    stem: str, family: Family, chosen: range, biases: Mapping[tuple[int, int], Any]
+) -> dict[str, Any]:
+    """Returns the stacks of all linear layers' biases, none of which may be missing."""
+    stacks = []
+    for i, name in enumerate(family.linears):
+        for at, expert in enumerate(chosen):
+            if (i, at) not in biases:
+                other = next((key for key, of in biases.items() if np.any(of)), None)
+                beside = "" if other is None else f", and experts have biases: `{stem}"
+                if other is not None:
+                    beside += f"{chosen[other[1]]}.{family.linears[other[0]]}.bias` is not zero"
+                raise CheckpointError(f"`{stem}{expert}.{name}.bias` is missing{beside}.")
+        stacks.append(np.stack([biases[i, at] for at in range(len(chosen))]))
+    return {"b_gate_up": np.concatenate(stacks[:-1], axis=-1), "b_down": stacks[-1]}

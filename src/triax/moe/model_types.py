@@ -17,11 +17,10 @@ from triax import messages
 from triax.errors import ArgumentTypeError, CheckpointError
 from triax.moe.activations.reference import Activation, Name, Swiglu
 
-COUNTS = "num_experts", "num_local_experts", "n_routed_experts"
-_ACTIVATIONS: dict[str, Name] = {
-    "silu": "swiglu",
-    "gelu_pytorch_tanh": "geglu",
-    "gelu": "geglu_exact",
+COUNTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+_ACTIVATIONS: dict[bool, dict[str, Name]] = {  # with a gate, and without
+    True: {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu": "geglu_exact"},
+    False: {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "relu2": "relu2"},
 }
 
 
@@ -31,10 +30,11 @@ class RouterKeys:
 
     Attributes:
       score: as in `Router`.
-      normalize: as in `Router`; None where `norm_topk_prob` says it.
-      scaled: whether `routed_scaling_factor` multiplies the weights.
-      group_score: as in `Router`, for types with `n_group` and `topk_group`.
-      top_k: the key of the experts per token.
+      normalize: as in `Router`; None where `normalized` says it.
+      scaled: whether the `factor` multiplies the weights.
+      group_score: as in `Router`, for types with `groups` and `topk_group`.
+      top_k, normalized, factor, groups: the keys of the experts per token, of whether weights are
+        normalised, of what multiplies them, and of the number of groups; or several names of it.
       fixed: the values that other keys may have. A key with one value may be missing.
       refused: why a `Router` cannot say what the type does, and the lines that do it.
     """
@@ -44,16 +44,19 @@ class RouterKeys:
     scaled: bool = False
     group_score: str | None = None
     top_k: str = "num_experts_per_tok"
+    normalized: str = "norm_topk_prob"
+    factor: str = "routed_scaling_factor"
+    groups: str = "n_group"
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     refused: str = ""
 
     @property
     def read(self) -> set[str]:
         """The keys that are read, besides `topk_method`, which says whether groups are."""
-        keys = {self.top_k, *self.fixed}
-        keys |= {"norm_topk_prob"} if self.normalize is None else set()
-        keys |= {"routed_scaling_factor"} if self.scaled else set()
-        return keys | ({"n_group", "topk_group"} if self.group_score else set())
+        keys = {*self.top_k.split(), *self.fixed}
+        keys |= {*self.normalized.split()} if self.normalize is None else set()
+        keys |= {*self.factor.split()} if self.scaled else set()
+        return keys | ({*self.groups.split(), "topk_group"} if self.group_score else set())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +64,17 @@ class ModelType:
     """The keys of a model type's configuration.
 
     Attributes:
-      width: the key of the experts' width.
+      width: the key of the experts' width, or several, the first of which that is there counts.
       activation: the key of the gate's activation.
       clipped: for types whose `swiglu_limit` is read, SwiGLU without it. `swiglu_alpha` is read
         where alpha is not 1, and may be missing.
+      gated: whether experts have a gate.
       interleaved: whether gate and up alternate in `gate_up_proj`.
       biased: whether experts have biases.
+      hidden: the keys of the size of the experts' tokens; likewise.
+      formats: the keys that belong to `quantization_config`.
+      inner: the key of a configuration of the experts' own.
+      limits: the key of each layer's limit, by which SwiGLU is clipped behind SiLU; 0 is none.
       others: the keys that do not matter for experts, besides those of all types.
       router: how it routes.
     """
@@ -74,8 +82,13 @@ class ModelType:
     width: str = "moe_intermediate_size"
     activation: str = "hidden_act"
     clipped: Swiglu | None = None
+    gated: bool = True
     interleaved: bool = False
     biased: bool = False
+    hidden: tuple[str, ...] = ("hidden_size",)
+    formats: tuple[str, ...] = ()
+    inner: str = ""
+    limits: str = ""
     others: str = ""
     router: RouterKeys = RouterKeys()
 
@@ -84,7 +97,9 @@ class ModelType:
         """The keys that are read for experts, besides those of all types."""
         limit = {"swiglu_limit"} if self.clipped else set()
         alpha = {"swiglu_alpha"} if self.clipped and self.clipped.alpha != 1 else set()
-        return {self.width, self.activation} | limit | alpha
+        keys = {self.activation, self.inner, self.limits, *self.hidden, *self.formats}
+        keys |= {*self.width.split()}
+        return keys | limit | alpha
 
 
 # How routers compute was read in transformers 5.24, and compared with it (`benchmarks/models.py`).
@@ -119,6 +134,7 @@ _DEEPSEEK_V4 = RouterKeys(
         "norm_topk_prob": (True,),
     },
 )
+_GROUPS = RouterKeys("sigmoid", normalize=None, scaled=True, group_score="top2")
 _ON_THE_TOKEN = RouterKeys(
     refused="multiplies the token by its weight before the expert, not the expert's result. Of one "
     'expert per token: `weights, ids = moe.route(logits, moe.Router(1, score="sigmoid"))`, then '
@@ -140,15 +156,41 @@ _MINIMAX = ModelType(
     "layernorm_linear_attention_alpha full_attn_alpha_factor linear_attn_alpha_factor "
     "mlp_alpha_factor mlp_beta_factor",
 )
+_GRANITE = ModelType(
+    "intermediate_size",
+    others="embedding_multiplier logits_scaling residual_multiplier shared_intermediate_size "
+    "position_embedding_type normalization_function layers_block_type mamba_n_heads mamba_n_groups "
+    "mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size mamba_conv_bias "
+    "mamba_proj_bias time_step_min time_step_max time_step_limit time_step_floor",
+)
 TYPES = {
+    "dbrx": ModelType(
+        "ffn_hidden_size",
+        activation="ffn_act_fn",
+        hidden=("d_model",),
+        inner="ffn_config",
+        others="attn_config n_heads n_layers resid_pdrop emb_pdrop moe_jitter_eps moe_loss_weight",
+        router=RouterKeys(
+            top_k="moe_top_k num_experts_per_tok", fixed={"moe_normalize_expert_weights": (1.0,)}
+        ),
+    ),
     "deepseek_v2": dataclasses.replace(_DEEPSEEK, router=_DEEPSEEK_V2),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _DEEPSEEK,
     "deepseek_v4": ModelType(
         clipped=Swiglu(),
+        formats=("expert_dtype",),
         others="mlp_bias num_hash_layers hc_mult hc_eps hc_sinkhorn_iters o_groups compress_rates "
         "compress_ratios compress_rate_csa compress_rate_hca",
         router=_DEEPSEEK_V4,
+    ),
+    "ernie4_5_moe": ModelType(
+        others="use_bias use_rmsnorm moe_capacity moe_layer_start_index moe_layer_end_index "
+        "moe_layer_interval moe_num_shared_experts moe_use_aux_free",
+        router=RouterKeys(
+            top_k="moe_k num_experts_per_tok",
+            fixed={"moe_gate": ("topk",), "moe_gate_act": ("softmax",), "moe_norm_min": (1e-12,)},
+        ),
     ),
     "gemma4_text": ModelType(
         activation="hidden_activation",
@@ -166,7 +208,26 @@ TYPES = {
         biased=True,
         others="experts_per_token",
     ),
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "granitemoeshared": _GRANITE,
+    "hunyuan_v1_moe": ModelType(
+        "moe_intermediate_size intermediate_size",
+        others="num_shared_expert use_mixed_mlp_moe moe_drop_tokens moe_layer_num_skipped "
+        "moe_random_routing_dropped_token mlp_bias use_cla cla_share_factor norm_type",
+        router=RouterKeys(top_k="moe_topk num_experts_per_tok"),
+    ),
     "kimi_k2": _DEEPSEEK,
+    "kimi_linear": ModelType(
+        others="mla_use_nope model_max_length num_shared_experts",
+        router=dataclasses.replace(
+            _GROUPS,
+            top_k="num_experts_per_tok num_experts_per_token",
+            normalized="norm_topk_prob moe_renormalize",
+            groups="n_group num_expert_group",
+            fixed={"moe_router_activation_func": ("sigmoid",), "use_grouped_topk": (True,)},
+        ),
+    ),
     "llama4_text": ModelType(
         "intermediate_size",
         others="intermediate_size_mlp interleave_moe_layer_step moe_layers floor_scale "
@@ -189,6 +250,18 @@ TYPES = {
         router=dataclasses.replace(_SIGMOID, scaled=True),
     ),
     "mixtral": ModelType("intermediate_size"),
+    "nemotron_h": ModelType(
+        activation="mlp_hidden_act",
+        gated=False,
+        hidden=("moe_latent_size", "hidden_size"),
+        others="mlp_bias use_bias moe_shared_expert_intermediate_size moe_shared_expert_overlap "
+        "hybrid_override_pattern layers_block_type layer_norm_epsilon num_logits_to_keep "
+        "residual_in_fp32 rescale_prenorm_residual use_mamba_kernels mamba_hidden_act "
+        "mamba_num_heads mamba_head_dim mamba_proj_bias mamba_ssm_cache_dtype ssm_state_size "
+        "n_groups conv_kernel use_conv_bias expand chunk_size time_step_min time_step_max "
+        "time_step_limit time_step_floor time_step_rank",
+        router=_GROUPS,
+    ),
     "olmoe": ModelType("intermediate_size", others="clip_qkv", router=_OF_CONFIG),
     "phimoe": ModelType(
         "intermediate_size", others="input_jitter_noise lm_head_bias", router=_SPARSEMIXER
@@ -198,6 +271,21 @@ TYPES = {
     "qwen3_moe": _QWEN,
     "qwen3_next": _QWEN,
     "qwen3_vl_moe_text": dataclasses.replace(_QWEN, router=_ALWAYS),
+    "step3p5": ModelType(
+        limits="swiglu_limits",
+        others="swiglu_limits_shared share_expert_dim share_expert_dims moe_layers_enum "
+        "mtp_mlp_layer_types "
+        "moe_every_n_layer moe_layer_offset mlp_bias need_fp32_gate use_moe_router_bias gating "
+        "query_pre_attn_scalar per_layer_config partial_rotary_factors yarn_only_types sink "
+        "att_impl_type zero_centered",
+        router=RouterKeys(
+            "sigmoid",
+            scaled=True,
+            top_k="num_experts_per_tok moe_top_k",
+            factor="moe_router_scaling_factor",
+            fixed={"moe_router_activation": ("sigmoid",), "norm_expert_weight": (True,)},
+        ),
+    ),
 }
 
 _READ = {"model_type", "text_config", "quantization_config", "hidden_size", *COUNTS}
@@ -247,7 +335,9 @@ _NOT_OF_ROUTERS = re.compile(
     r"""
     index\w*_topk\w* | num_beam_groups | output_\w+ | top_[kp] | attn_output_gate | n_routed_experts
     | router_(aux_loss_coef|jitter_noise|bias|z_loss_coef) | use_routing_bias | experts_per_token
-    | \w*gate_up\w* | shared_expert_gate\w* | topk_method | top_k_experts | moe_topk
+    | \w*gate_up\w* | shared_expert_gate\w* | topk_method | top_k_experts | moe_topk | n_groups
+    | mamba_\w+ | \w*attn_gate | num_attention_groups | need_fp32_gate
+    | use_moe_router_bias
     """,
     re.VERBOSE,
 )
@@ -275,9 +365,14 @@ class Described:
 
 
 def describe(
-    config: Any, activation: Activation | None = None, interleaved: bool | None = None
+    config: Any,
+    activation: Activation | None = None,
+    interleaved: bool | None = None,
+    prefix: str = "",
 ) -> Described:
     """Returns what a configuration says; the arguments, if given, take the place of its keys.
+
+    The prefix, what is before the names of a layer's tensors, has the layer's number.
 
     Raises:
       ArgumentTypeError: `config` is no mapping.
@@ -286,14 +381,19 @@ def describe(
     config, known = _known(config)
     by_caller = {"activation": activation is not None, "interleaved": interleaved is not None}
     if activation is None:
-        activation = _activation(config, known)
+        activation = _activation(config, known, prefix)
     if interleaved is None and known is not None:
         interleaved = known.interleaved
     _check_keys(config, known, by_caller)
     counts, hidden, width = (
-        {key: config[key] for key in keys if config.get(key) is not None}
-        for keys in (COUNTS, ("hidden_size",), (known.width,) if known else ())
+        {key: _of_layer(config[key], prefix) for key in keys if config.get(key) is not None}
+        for keys in (
+            COUNTS,
+            known.hidden if known else ("hidden_size",),
+            known.width.split() if known else (),
+        )
     )
+    hidden, width = (dict([*of.items()][:1]) for of in (hidden, width))
     biased = known is not None and known.biased
     quantization = config.get("quantization_config")
     return Described(activation, interleaved, biased, counts, hidden, width, quantization)
@@ -344,26 +444,30 @@ def routing(config: Any, by_caller: Mapping[str, Any]) -> dict[str, Any]:
                 f" {name} is known with {said}. {by_hand}"
             )
 
-    def value(argument: str, key: str) -> Any:
+    def value(argument: str, keys: str) -> Any:
         if argument in by_caller:
             return by_caller[argument]
-        if config.get(key) is None:
+        said = {key: _of_layer(config[key]) for key in keys.split() if config.get(key) is not None}
+        one = next(iter(said.values()), None)
+        if one is None or isinstance(one, list | tuple) or any(of != one for of in said.values()):
+            there = ", ".join(f"`{key}` {messages.short(of)}" for key, of in said.items())
+            missing = "no " + " or ".join(f"`{key}`" for key in keys.split())
             raise CheckpointError(
-                f"The model's configuration has no `{key}`, by which `model_type` {name} routes. "
-                f"Pass `{argument}`."
+                f"The model's configuration has {there or missing}, by which `model_type` {name} "
+                f"routes. Pass `{argument}`."
             )
-        return config[key]
+        return one
 
     fields: dict[str, Any] = {"score": router.score, "top_k": value("top_k", router.top_k)}
     if router.normalize is None:
-        fields["normalize"] = value("normalize", "norm_topk_prob")
+        fields["normalize"] = value("normalize", router.normalized)
     else:
         fields["normalize"] = router.normalize
     if router.scaled:
-        fields["scale"] = value("scale", "routed_scaling_factor")
+        fields["scale"] = value("scale", router.factor)
     if router.group_score and config.get("topk_method") != "greedy":
         groups = {
-            "num_groups": value("num_groups", "n_group"),
+            "num_groups": value("num_groups", router.groups),
             "top_groups": value("top_groups", "topk_group"),
         }
         if groups["num_groups"] != 1:
@@ -385,7 +489,31 @@ def _known(config: Any) -> tuple[dict[str, Any], ModelType | None]:
         )
     config = _of_text(config)
     model_type = config.get("model_type")
-    return config, TYPES.get(model_type) if isinstance(model_type, str) else None
+    known = TYPES.get(model_type) if isinstance(model_type, str) else None
+    if known is None:
+        return config, None
+    if (inner := config.get(known.inner)) is not None:
+        if not isinstance(inner, Mapping):
+            raise CheckpointError(
+                f"The model's configuration must have a mapping as `{known.inner}`; got "
+                f"{messages.shown(inner)}. Pass `config`, what `{known.inner}` should hold."
+            )
+        config = {**config, **inner, "model_type": model_type}
+    formats = {key: config[key] for key in known.formats if config.get(key) is not None}
+    quantization = config["quantization_config"]
+    if formats and (quantization is None or isinstance(quantization, Mapping)):
+        config["quantization_config"] = {**formats, **(quantization or {})}
+    return config, known
+
+
+def _of_layer(value: Any, prefix: str = "") -> Any:
+    """Returns a layer's entry of a list with one for each layer, if known, or else the value."""
+    if not isinstance(value, list | tuple) or not value:
+        return value
+    number = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", prefix)
+    if number and int(number[1]) < len(value):
+        return value[int(number[1])]
+    return value[0] if all(of == value[0] for of in value) else value
 
 
 def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -412,7 +540,7 @@ def _check_keys(
 ) -> None:
     """Raises for keys that may matter for experts and that neither the type nor a caller covers."""
     fine = _READ | {*_OTHERS.split()}
-    fine |= known.read | {*known.others.split()} if known else set()
+    fine |= known.read | known.router.read | {*known.others.split()} if known else set()
     unknown: dict[str, list[str]] = {}
     for key in config:
         is_text = isinstance(key, str)
@@ -436,7 +564,7 @@ def _check_keys(
         )
 
 
-def _activation(config: Mapping[str, Any], known: ModelType | None) -> Activation:
+def _activation(config: Mapping[str, Any], known: ModelType | None, prefix: str) -> Activation:
     """Returns the activation that a configuration says, whose type must be known."""
     if known is None:
         raise CheckpointError(
@@ -445,7 +573,15 @@ def _activation(config: Mapping[str, Any], known: ModelType | None) -> Activatio
             'as "swiglu" for silu(gate) * up.'
         )
     name, limit = config.get(known.activation), config.get("swiglu_limit")
+    if isinstance(name, Mapping) and name.keys() == {"name"}:
+        name = name["name"]
     said = f"`{known.activation}` {messages.short(name)}"
+    if known.limits and (clips := _of_layer(config.get(known.limits), prefix)):
+        raise CheckpointError(
+            f"The model's configuration has `{known.limits}` {messages.short(clips)} for "
+            f"`{prefix}`, which is clipped behind SiLU. Pass `activation`, a function: `lambda "
+            "gate, up: jnp.minimum(jax.nn.silu(gate), limit) * jnp.clip(up, -limit, limit)`."
+        )
     if known.clipped is not None:
         alpha = config.get("swiglu_alpha")
         said += f", `swiglu_limit` {messages.short(limit)}"
@@ -456,8 +592,8 @@ def _activation(config: Mapping[str, Any], known: ModelType | None) -> Activatio
                 return dataclasses.replace(known.clipped, **changed)
         except (TypeError, ValueError, OverflowError):
             pass
-    elif isinstance(name, str) and name in _ACTIVATIONS:
-        return _ACTIVATIONS[name]
+    elif isinstance(name, str) and name in _ACTIVATIONS[known.gated]:
+        return _ACTIVATIONS[known.gated][name]
     raise CheckpointError(
         f"The model's configuration has {said}, whose formula is not known for `model_type` "
         f"{config['model_type']!r}. Pass `activation`, such as moe.Swiglu(limit=10.0)."

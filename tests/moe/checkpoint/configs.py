@@ -11,6 +11,13 @@ SHARED = """
 
 # Of each model type, and what is beside its `text_config`.
 PUBLISHED = {
+    "dbrx": (
+        """
+        attn_config d_model emb_pdrop ffn_config max_seq_len moe_jitter_eps moe_loss_weight
+        moe_normalize_expert_weights moe_num_experts moe_top_k n_heads n_layers resid_pdrop
+        """,
+        "",
+    ),
     "deepseek_v2": (
         """
         aux_loss_alpha ep_size first_k_dense_replace intermediate_size kv_lora_rank mlp_bias
@@ -47,9 +54,17 @@ PUBLISHED = {
         compress_rate_csa compress_rate_hca compress_rates compress_ratios
         compress_rope_theta hc_eps hc_mult hc_sinkhorn_iters index_head_dim index_n_heads
         index_topk mlp_bias mlp_layer_types moe_intermediate_size n_routed_experts
-        n_shared_experts norm_topk_prob num_experts_per_tok num_hash_layers
+        expert_dtype n_shared_experts norm_topk_prob num_experts_per_tok num_hash_layers
         num_nextn_predict_layers o_groups o_lora_rank partial_rotary_factor q_lora_rank
         qk_rope_head_dim routed_scaling_factor router_jitter_noise scoring_func swiglu_limit
+        """,
+        "",
+    ),
+    "ernie4_5_moe": (
+        """
+        intermediate_size moe_capacity moe_gate moe_intermediate_size moe_k moe_layer_end_index
+        moe_layer_interval moe_layer_start_index moe_norm_min moe_num_experts
+        moe_num_shared_experts moe_use_aux_free num_nextn_predict_layers use_bias use_rmsnorm
         """,
         "",
     ),
@@ -101,6 +116,40 @@ PUBLISHED = {
         """,
         "",
     ),
+    "granitemoe": (
+        """
+        attention_multiplier embedding_multiplier intermediate_size logits_scaling
+        num_experts_per_tok num_local_experts residual_multiplier
+        """,
+        "",
+    ),
+    "granitemoehybrid": (
+        """
+        attention_multiplier embedding_multiplier intermediate_size logits_scaling
+        num_experts_per_tok num_local_experts residual_multiplier
+        layers_block_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state
+        mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias normalization_function
+        position_embedding_type shared_intermediate_size time_step_limit time_step_max time_step_min
+        """,
+        "",
+    ),
+    "granitemoeshared": (
+        """
+        attention_multiplier embedding_multiplier intermediate_size logits_scaling
+        num_experts_per_tok num_local_experts residual_multiplier
+        shared_intermediate_size
+        """,
+        "",
+    ),
+    "hunyuan_v1_moe": (
+        """
+        cla_share_factor eod_token_id intermediate_size mlp_bias moe_drop_tokens
+        moe_intermediate_size moe_layer_num_skipped moe_random_routing_dropped_token moe_topk
+        norm_type num_experts num_shared_expert pretraining_tp sep_token_id use_cla
+        use_mixed_mlp_moe use_qk_norm
+        """,
+        "",
+    ),
     "kimi_k2": (
         """
         add_cross_attention aux_loss_alpha bad_words_ids begin_suppress_tokens
@@ -123,6 +172,16 @@ PUBLISHED = {
         ignore_index media_placeholder_token_id use_unified_vision_chunk video_placeholder
         vision_config
         """,
+    ),
+    "kimi_linear": (
+        """
+        first_k_dense_replace intermediate_size kv_lora_rank linear_attn_config mla_use_nope
+        model_max_length moe_intermediate_size moe_layer_freq moe_renormalize
+        moe_router_activation_func num_expert_group num_experts num_experts_per_token
+        num_nextn_predict_layers num_shared_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim
+        routed_scaling_factor topk_group use_grouped_topk v_head_dim
+        """,
+        "",
     ),
     "llama4_text": (
         """
@@ -180,6 +239,20 @@ PUBLISHED = {
     "mixtral": (
         """
         intermediate_size num_experts_per_tok num_local_experts router_jitter_noise
+        """,
+        "",
+    ),
+    "nemotron_h": (
+        """
+        chunk_size conv_kernel expand hidden_dropout hybrid_override_pattern intermediate_size
+        layer_norm_epsilon layers_block_type mamba_head_dim mamba_hidden_act mamba_num_heads
+        mamba_proj_bias mamba_ssm_cache_dtype mlp_bias mlp_hidden_act moe_intermediate_size
+        moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap n_group
+        n_groups n_routed_experts n_shared_experts norm_eps norm_topk_prob num_experts_per_tok
+        num_logits_to_keep num_nextn_predict_layers partial_rotary_factor rescale_prenorm_residual
+        residual_in_fp32 routed_scaling_factor ssm_state_size time_step_floor time_step_limit
+        time_step_max time_step_min time_step_rank topk_group use_bias use_conv_bias
+        use_mamba_kernels
         """,
         "",
     ),
@@ -241,6 +314,18 @@ PUBLISHED = {
         """
         image_token_id video_token_id vision_config vision_end_token_id
         vision_start_token_id
+        """,
+    ),
+    "step3p5": (
+        """
+        att_impl_type intermediate_size moe_every_n_layer moe_intermediate_size moe_layer_offset
+        moe_layers_enum moe_num_experts moe_router_activation moe_router_scaling_factor moe_top_k
+        need_fp32_gate norm_expert_weight num_attention_groups num_nextn_predict_layers
+        partial_rotary_factors share_expert_dim sink swiglu_limits swiglu_limits_shared
+        use_head_wise_attn_gate use_moe_router_bias use_qk_norm yarn_only_types zero_centered
+        """,
+        """
+        image_token_id vision_config
         """,
     ),
 }

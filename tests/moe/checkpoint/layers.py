@@ -57,17 +57,70 @@ def packed_with_zeros(out, depth):
     return packed(out, depth) | {"weight_zero_point": words(out // 8, depth // GROUP)}
 
 
-def in_8_bits(scale, *sizes, dtype=ml_dtypes.float8_e4m3fn):
+def mxfp4(numbers, scales, dtype=np.uint8, of_scales=np.uint8):
+    """Single linear layers in MXFP4, under a format's names for numbers and scales."""
+
+    def make(out, depth):
+        values = rng.integers(0, 256, (out, depth // 2), np.uint8)
+        codes = rng.integers(118, 130, (out, depth // 32), np.uint8)
+        return {numbers: values.view(dtype), scales: codes.view(of_scales)}
+
+    return make
+
+
+def mxfp8(out, depth):
+    weight = rng.integers(-100, 100, (out, depth)).astype(ml_dtypes.float8_e4m3fn)
+    return {
+        "weight": weight,
+        "weight_scale": rng.integers(118, 130, (out, depth // 32), np.uint8),
+    }
+
+
+def in_8_bits(scale, *sizes, dtype=ml_dtypes.float8_e4m3fn, of_scales=np.float32):
     """Weights with scales of the sizes, where a number is that of a block."""
 
     def make(out, depth):
         found = [-(-of // size) for of, size in zip((out, depth), sizes, strict=False)]
         weight = rng.integers(-100, 100, (out, depth)).astype(dtype)
-        return {"weight": weight, scale: np.array(2.0 ** rng.integers(-3, 3, found), np.float32)}
+        return {"weight": weight, scale: np.array(2.0 ** rng.integers(-3, 3, found), of_scales)}
 
     return make
 
 
+def of_group(quant_format, **weights):
+    """What compressed-tensors says of weights, as published."""
+    weights = {"dynamic": False, "symmetric": True, "strategy": "group", "group_size": 32} | weights
+    group = {"format": quant_format, "targets": ["Linear"], "weights": weights}
+    method = {"quant_method": "compressed-tensors", "format": quant_format, "ignore": ["lm_head"]}
+    return method | {"config_groups": {"group_0": group}}
+
+
+QUARK = {
+    "algo_config": None,
+    "exclude": ["lm_head"],
+    "export": {"pack_method": "reorder", "weight_format": "real_quantized"},
+    "global_quant_config": {
+        "bias": None,
+        "input_tensors": {"dtype": "fp4", "group_size": 32, "is_dynamic": True},
+        "weight": {
+            "ch_axis": -1,
+            "dtype": "fp4",
+            "group_size": 32,
+            "is_dynamic": False,
+            "observer_cls": "PerBlockMXObserver",
+            "qscheme": "per_group",
+            "scale_format": "e8m0",
+            "symmetric": None,
+        },
+    },
+    "layer_quant_config": {},
+    "layer_type_quant_config": {},
+    "quant_method": "quark",
+    "quant_mode": "eager_mode",
+    "version": "0.11",
+}
+# DeepSeek-V4's linear layers are in float8; `expert_dtype` is beside `quantization_config`.
+V4 = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [32, 32], "fmt": "e4m3"}
 QWEN = {"model_type": "qwen3_moe", "hidden_act": "silu"}
 GPT_OSS = {"model_type": "gpt_oss", "hidden_act": "silu", "swiglu_limit": 7.0}
 
@@ -109,6 +162,28 @@ FORMATS = {
     "wide_blocks": (in_8_bits("weight_scale_inv", 128, 128), moe.from_8_bits, {}),
     "channels": (in_8_bits("weight_scale", 1, 1000, dtype=np.int8), moe.from_8_bits, {}),
     "tensors": (in_8_bits("weight_scale"), moe.from_8_bits, {}),
+    "mxfp4": (
+        mxfp4("weight_packed", "weight_scale"),
+        moe.from_mxfp4,
+        of_group("mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8"),
+    ),
+    "quark": (mxfp4("weight", "weight_scale"), moe.from_mxfp4, QUARK),
+    "deepseek_v4": (
+        mxfp4("weight", "scale", np.int8, ml_dtypes.float8_e8m0fnu),
+        moe.from_mxfp4,
+        V4 | {"expert_dtype": "fp4"},
+    ),
+    "mxfp8": (
+        mxfp8,
+        functools.partial(moe.from_8_bits, block_size=(1, 32)),
+        of_group("mxfp8-quantized", num_bits=8, type="float", scale_dtype="torch.uint8"),
+    ),
+    "blocks_of_powers": (
+        in_8_bits("scale", 32, 32, of_scales=ml_dtypes.float8_e8m0fnu),
+        FROM_BLOCKS,
+        V4 | {"expert_dtype": "fp4"},
+    ),
+    "mistral": (in_8_bits("qscale_weight"), moe.from_8_bits, {"quant_method": "fp8"}),
 }
 
 
@@ -116,7 +191,7 @@ def layer(make, linears=USUAL, prefix=MLP, experts=EXPERTS):
     return {
         f"{prefix}.experts.{e}.{name}.{of}": array
         for e in range(experts)
-        for name, shape in zip(linears, SHAPES, strict=True)
+        for name, shape in zip(linears, SHAPES[-len(linears) :], strict=True)
         for of, array in make(*shape).items()
     }
 

@@ -90,9 +90,10 @@ def test_activation_of_a_model_type(config, activation):
         (GPT_OSS | {"swiglu_limit": 10**400}, "`swiglu_limit` 1000.*, whose formula"),
         (GPT_OSS | {"swiglu_limit": [7.0]}, r"`swiglu_limit` \[7.0\], whose formula"),
         (GPT_OSS | {"swiglu_alpha": "1"}, "and `swiglu_alpha` '1', whose formula"),
-        ({}, "has `model_type` None, whose experts are not known; known are deepseek_v2, "),
+        ({}, "has `model_type` None, whose experts are not known; known are dbrx, "),
         ({"hidden_act": "silu"}, "has `model_type` None, whose experts are not known"),
-        ({"model_type": "step3p5", "hidden_act": "silu"}, "has `model_type` 'step3p5', whose exp"),
+        ({"model_type": "step3", "hidden_act": "silu"}, "has `model_type` 'step3', whose exp"),
+        ({"model_type": "step3p5"}, "has `hidden_act` None, whose formula"),
         ({"model_type": ["qwen3_moe"]}, r"has `model_type` \['qwen3_moe'\], whose experts"),
         (GEMMA | {"model_type": "gemma4"}, "has `model_type` 'gemma4', whose experts"),
     ],
@@ -104,9 +105,6 @@ def test_an_activation_that_is_not_known(config, message):
     limited = moe.Swiglu(limit=7.0)
     found = moe.Experts.from_checkpoint(tensors, MLP, config=config, activation=limited)
     assert found.activation is limited
-
-
-STEP = {"model_type": "step3p5", "swiglu_limits": [0, 0, 0, 7.0]}
 
 
 @pytest.mark.parametrize(
@@ -141,14 +139,28 @@ def test_keys_that_are_not_known(config, key, argument):
     moe.Experts.from_checkpoint(tensors, MLP, **how)
 
 
+STEP = {"model_type": "step3p5", "hidden_act": "silu", "swiglu_limits": [0, 0, None, 7.0]}
+
+
 def test_limits_by_layer():
     """Step-3.5 has one for each layer, and clips the gate after the activation."""
-    tensors = layer(plain)
-    with pytest.raises(CheckpointError, match="`model_type` 'step3p5', whose experts are not kno"):
-        moe.Experts.from_checkpoint(tensors, MLP, config=STEP)
+    for layer_number, prefix in ((1, "model.layers.1.moe"), (2, "layers.2")):
+        tensors = layer(plain, prefix=prefix)
+        assert moe.Experts.from_checkpoint(tensors, prefix, config=STEP).activation == "swiglu"
+        limits = STEP | {"swiglu_limits": [7.0 * (i == layer_number) for i in range(4)]}
+        with pytest.raises(
+            CheckpointError, match=r"`swiglu_limits` 7.0 for .*behind SiLU. Pass `ac"
+        ):
+            moe.Experts.from_checkpoint(tensors, prefix, config=limits)
     clipped = lambda gate, up: jax.numpy.minimum(jax.nn.silu(gate), 7.0) * up.clip(-7.0, 7.0)
+    tensors = layer(plain)
+    with pytest.raises(CheckpointError, match=r"`swiglu_limits` 7\.0 for `model\.layers\.3\.mlp`"):
+        moe.Experts.from_checkpoint(tensors, MLP, config=STEP)
     found = moe.Experts.from_checkpoint(tensors, MLP, config=STEP, activation=clipped)
     assert found.activation is clipped
+    for prefix in ("model.layers.4.moe", "block"):  # its limit is not known
+        with pytest.raises(CheckpointError, match=r"`swiglu_limits` \[0, 0, None, 7.0\] for "):
+            moe.Experts.from_checkpoint(layer(plain, prefix=prefix), prefix, config=STEP)
 
 
 def test_several_keys_that_are_not_known():
@@ -171,12 +183,12 @@ def test_each_model_type_reads_and_leaves_other_keys():
 def test_keys_of_published_configurations(name):
     keys, text = PUBLISHED[name]
     config = dict.fromkeys(f"{SHARED} {keys}".split())
-    activation = "hidden_activation" if name == "gemma4_text" else "hidden_act"
+    activation = TYPES[name].activation
     config.pop("hidden_act")
     config |= {"swiglu_limit": 7.0} if "swiglu_limit" in config else {}
     config |= {"model_type": name, activation: "silu"}
     config = {"model_type": "other", "text_config": config, **dict.fromkeys(text.split())}
-    tensors = gpt_oss(False)
+    tensors = gpt_oss(False) if TYPES[name].gated else layer(plain, ("up_proj", "down_proj"))
     assert moe.Experts.from_checkpoint(tensors, MLP, config=config).w_down.shape[0] == EXPERTS
 
 
@@ -324,10 +336,10 @@ def test_missing_last_experts(key):
         (gptq, {"quant_method": "gptq", "dynamic": {".*": {"bits": 8}}}, r'\["dynamic"\]`: unkn'),
         (gptq, {"quant_method": "gptq", "dynamic": {3: {}}}, r'\["dynamic"\]`: unknown'),
         (packed, {"transform_config": {"config_groups": {}}}, r'\["transform_config"\]`: unknown'),
-        (in_8_bits("weight_scale_inv", 32, 32), {"quant_method": "quark"}, "got 'quark'"),
+        (in_8_bits("weight_scale_inv", 32, 32), {"quant_method": "mxfp4"}, "got 'mxfp4'"),
         (in_8_bits("weight_scale_inv", 32, 32), {"num_bits": 4}, "must be one of 8; got 4"),
-        (in_8_bits("weight_scale_inv", 32, 32), {"bits": 4}, r'"bits"\]` must be one of 8; got 4'),
-        (gptq, {"quant_method": "gptq", "num_bits": 8}, r'"num_bits"\]` must be one of 4; got 8'),
+        (in_8_bits("weight_scale_inv", 32, 32), {"bits": 4}, r'"bits"\]`: unknown beside'),
+        (gptq, {"quant_method": "gptq", "num_bits": 8}, r'"num_bits"\]`: unknown beside'),
         (
             in_8_bits("weight_scale_inv", 32, 32),
             {"weight_block_size": [64, 64]},
@@ -352,6 +364,67 @@ def test_other_widths_and_formats(make, quantization, message):
     config = {"quantization_config": quantization}
     with pytest.raises(CheckpointError, match=message):
         read(layer(make), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("blocks", "desc_act", False),
+        ("blocks", "type", "float"),
+        ("blocks", "version", "gemm"),
+        ("gptq", "weight_block_size", [1, 32]),
+        ("gptq", "version", "gemm"),
+        ("awq", "sym", True),
+        ("awq", "format", "pack-quantized"),
+        ("packed", "desc_act", False),
+        ("packed", "scale_fmt", "ue8m0"),
+        ("mxfp4", "bits", 4),
+        ("quark", "type", "float"),
+        ("deepseek_v4", "num_bits", 4),
+        ("mxfp8", "fmt", "e4m3"),
+    ],
+)
+def test_keys_of_another_format(name, key, value):
+    """They contradict no number, and are of no format that the tensors can have."""
+    make, _, quantization = FORMATS[name]
+    methods = {"blocks": "fp8", "packed": "compressed-tensors"}
+    quantization = {"quant_method": methods.get(name), **quantization}
+    tensors = layer(make)
+    read(tensors, {"quantization_config": quantization | {key: None}})
+    message = rf'`quantization_config\["{key}"\]`: unknown beside {quantization["quant_method"]!r}'
+    with pytest.raises(CheckpointError, match=message):
+        read(tensors, {"quantization_config": quantization | {key: value}})
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("mxfp4", {"num_bits": 8}, "num_bits.* must be one of 4; got 8"),
+        ("mxfp4", {"type": "int"}, "type.* must be one of 'float'; got 'int'"),
+        ("mxfp4", {"group_size": 16}, "group_size.* must be one of 32; got 16"),
+        ("mxfp4", {"strategy": "channel"}, "strategy.* must be one of 'group'; got 'channel'"),
+        ("mxfp4", {"format": "nvfp4-pack-quantized"}, "'mxfp4-pack-quantized'; got 'nvfp4-"),
+        ("mxfp8", {"type": "int"}, "type.* must be one of 'float'; got 'int'"),
+        ("mxfp8", {"format": "float-quantized"}, "must be one of 'mxfp8-quantized'; got 'float-q"),
+        ("mxfp8", {"group_size": 64}, r"`block_size` \(1, 64\); got \(96, 2\)"),
+        ("channels", {"type": "float"}, "type.* must be one of 'int'; got 'float'"),
+        ("deepseek_v4", {"expert_dtype": "fp8"}, "expert_dtype.* must be one of 'fp4'; got 'fp8'"),
+        ("deepseek_v4", {"expert_dtype": None}, "expert_dtype.* must be one of 'fp4'; got None"),
+        ("deepseek_v4", {"scale_fmt": "float"}, "scale_fmt.* must be one of 'ue8m0'; got 'float'"),
+        ("quark", {"dtype": "mx"}, "dtype.* must be one of 'fp4'; got 'mx'"),
+        ("quark", {"qscheme": "per_channel"}, "qscheme.* must be one of 'per_group'; got 'per_ch"),
+    ],
+)
+def test_keys_that_contradict_the_tensors(name, said, message):
+    make, _, quantization = FORMATS[name]
+    tensors = layer(make)
+    read(tensors, {"quantization_config": quantization})
+    flat = checkpoints.flat(quantization)
+    flat = {
+        key: of for key, of in flat.items() if key not in ("config_groups", "global_quant_config")
+    }
+    with pytest.raises(CheckpointError, match=message):
+        read(tensors, {"quantization_config": flat | said})
 
 
 KIMI_K2 = {
@@ -432,20 +505,65 @@ def test_published_quantization(name, published):
     np.testing.assert_array_equal(exactly(found.w_gate_up), exactly(wanted.w_gate_up))
 
 
-def test_groups_of_a_configuration_that_differ():
-    said = lambda *groups: {
-        "quantization_config": {
-            "config_groups": {
-                str(i): {"weights": of and of | {"num_bits": 4}} for i, of in enumerate(groups)
-            }
-        }
+def groups_of(*groups, ignore=None):
+    """A configuration of compressed-tensors with groups (targets, weights)."""
+    said = {
+        str(i): {"targets": targets, "weights": weights}
+        for i, (targets, weights) in enumerate(groups)
     }
+    return {"quantization_config": {"config_groups": said, "ignore": ignore}}
+
+
+def test_groups_of_a_configuration():
+    """A layer's weights are those of the group that has it as a target; the tensors, of 32."""
     tensors, of_32, of_64 = layer(packed), {"group_size": 32}, {"group_size": 64}
-    for groups in ((of_32,), (of_32, of_32), (of_32, None)):
-        read(tensors, said(*groups))
-    for groups in ((of_32, of_64), (of_64, of_32)):
-        with pytest.raises(CheckpointError, match=r"groups in .* differ, .* pass `config"):
-            read(tensors, said(*groups))
+    down, rest = [r"re:.*\.down_proj$"], ["Linear"]
+    read(tensors, groups_of((rest, of_32), (rest, of_32), (rest, None)))
+    read(tensors, groups_of((["re:.*self_attn.*"], of_64), (rest, of_32)))
+    read(tensors, groups_of((["re:.*self_attn.*", "lm_head"], of_64), (["re:.*experts.*"], of_32)))
+    read(tensors, groups_of((rest, of_64), ([r"re:.*experts\.\d+\.(gate|up|down)_proj"], of_32)))
+    exact = [name.rpartition(".")[0] for name in tensors]
+    read(tensors, groups_of((["re:.*"], of_64), (exact, of_32)))
+    both = FORMATS["packed"][0], in_8_bits("weight_scale", 1, 1000)
+    mixed, whole = layer(both[0]), layer(both[1])
+    mixed = {name: of for name, of in mixed.items() if "down_proj" not in name}
+    mixed |= {name: of for name, of in whole.items() if "down_proj" in name}
+    channels = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    found = read(mixed, groups_of((rest, of_32 | {"num_bits": 4}), (down, channels)))
+    assert (found.w_gate_up.packed, found.w_down.dtype) == ("int4", "float8_e4m3fn")
+    np.testing.assert_array_equal(
+        exactly(found.w_down), exactly(read(whole, groups_of((rest, channels))).w_down)
+    )
+    with pytest.raises(CheckpointError, match=r"down_proj.*: Argument .*must be one of 8; got 4"):
+        read(mixed, groups_of((down, of_32 | {"num_bits": 4}), (rest, of_32 | {"num_bits": 4})))
+
+
+@pytest.mark.parametrize(
+    ("groups", "ignore", "why"),
+    [
+        (([], None), None, "0 of them are for it"),
+        ((["re:.*self_attn.*"], ["re:.*mlp.gate$"]), None, "0 of them are for it"),
+        ((["Linear"], ["Linear"]), None, "2 of them are for it"),
+        ((["re:.*gate_proj"], ["re:.*experts.*"]), None, "2 of them are for it"),
+        ((["re:.*self_attn.*"], ["Linear"]), ["lm_head", "re:.*experts.*"], "`ignore` has it"),
+    ],
+)
+def test_groups_of_a_configuration_that_differ(groups, ignore, why):
+    sizes = {"group_size": 64}, {"group_size": 32}
+    config = groups_of(*zip(groups, sizes, strict=True), ignore=ignore)
+    with pytest.raises(
+        CheckpointError, match=f"differ, .*experts.0.gate_proj': {why}.* pass `config"
+    ):
+        read(layer(packed), config)
+
+
+def test_targets_that_are_damaged():
+    groups = (["re:["], {"group_size": 64}), (["Linear"], {"group_size": 32})
+    with pytest.raises(CheckpointError, match="A pattern in `quantization_config` is damaged"):
+        read(layer(packed), groups_of(*groups))
+    for targets in ("Linear", [3]):
+        with pytest.raises(CheckpointError, match=r'a list of strings as .*\["targets"\]`; got'):
+            read(layer(packed), groups_of((targets, {"group_size": 32})))
 
 
 LIES = None, 0, 1.5, True, "x", [], [None], {}, {"weights": 3}, {"x": None}, [[1]]
@@ -462,7 +580,7 @@ def test_configurations_that_lie_in_their_types(name):
     keys = ["quantization_config", "text_config", "hidden_size", "num_experts", "swiglu_alpha"]
     for lie in LIES:
         configs = [config | {key: lie} for key in [*config, *keys]]
-        for key in [*checkpoints._READ.split(), "new"]:
+        for key in [*{key for of, _ in checkpoints.KEYS.values() for key in of.split()}, "new"]:
             configs.append(config | {"quantization_config": method | {key: lie}})
         for key in ("a", "weights"):
             groups = {"a": lie} if key == "a" else {"a": {"weights": lie}}

@@ -388,7 +388,8 @@ def test_shapes_that_do_not_match(call, message):
         ),
         (lambda: moe.from_8_bits(np.ones((2, 2)), A_SCALE), "`weight` must be an array of float8"),
         (lambda: moe.from_8_bits(INT8, INT8), "`weight_scale` must be an array of float32 or"),
-        (lambda: moe.from_mxfp4(INT8, INT8), "`blocks` must be an array of uint8"),
+        (lambda: moe.from_mxfp4(A_SCALE, INT8), "`blocks` must be an array of uint8 or int8"),
+        (lambda: moe.from_mxfp4(INT8, INT8), "`scales` must be an array of uint8 or float8_e8m0"),
     ],
 )
 def test_types_that_are_wrong(call, message):

@@ -107,10 +107,10 @@ class Experts:
             checkpoint = moe.Checkpoint("models/gpt-oss-20b")
             experts = jax.device_put(moe.Experts.from_checkpoint(checkpoint, "model.layers.3.mlp"))
 
-        The layouts are those of gpt-oss, Mixtral, Qwen3-MoE and DeepSeek-V3, with floats of 16 bits
-        or more, or any format that a `moe.from_…` function takes. Tensors of single experts are
-        copied, one after another, into one stack [experts, out, in]. gpt-oss's floats stay maps of
-        files, and so do its quantized weights without `tiles`.
+        The layouts are those that the documentation lists, "From a checkpoint", with floats of 16
+        bits or more, or any format that a `moe.from_…` function takes. Tensors of single experts
+        are copied, one after another, into one stack [experts, out, in]. Tensors of all experts, as
+        gpt-oss's, stay maps of files if they are floats, or quantized and without `tiles`.
 
         Nothing that decides a number is guessed: it comes from a key of `config` that is known for
         its `model_type`, from the shapes, or from an argument. An unknown key is an error that
@@ -118,7 +118,7 @@ class Experts:
 
         Args:
           tensors: arrays by name, such as a `moe.Checkpoint`.
-          prefix: what is before `.experts.` in their names.
+          prefix: what is before `.experts.` in their names; of Granite and Step, up to `moe`.
           config: what `config.json` holds; None is `tensors.config`, if there is one.
           experts: those to read, such as a device's part; None is all.
           activation: as in `Experts`; None is what `config` says for its `model_type`.

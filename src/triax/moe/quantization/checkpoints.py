@@ -7,7 +7,9 @@ give arrays of NumPy: nothing goes to a device before the caller puts it there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,36 +22,12 @@ from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array, check_array
 
-_UINT8, _INT32, _INT64 = ((np.dtype(name),) for name in ("uint8", "int32", "int64"))
+_INT32, _INT64 = ((np.dtype(name),) for name in ("int32", "int64"))
+_BYTES, _CODES = (np.dtype("uint8"), np.dtype("int8")), (np.dtype("uint8"), E8M0)
 _IN_ORDER = 4 * np.arange(8, dtype=np.int32)  # where the numbers of a word start, in bits
 _AWQ_ORDER = _IN_ORDER[[0, 4, 1, 5, 2, 6, 3, 7]]
 _BITS = " Only 4 bits are supported."
 _FIX = ' If it is wrong or missing, pass `config={**checkpoint.config, "quantization_config": …}`.'
-_PACKED = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"
-_FORMATS = (
-    ("weight", "weight_scale", "weight_zero_point"),
-    ("weight", "weight_scale_inv", "weight_zero_point"),
-    ("qweight", "qzeros", "scales", "g_idx"),
-    _PACKED,
-)
-NAMES = "bias", *dict.fromkeys(name for names in _FORMATS for name in names)
-
-# Keys of `quantization_config`, and of the weights of its groups: those that are read, and those
-# that do not matter for a layer's weights. Any other is refused.
-_READ = """
-    actorder bits block_structure checkpoint_format config_groups desc_act dynamic format group_size
-    num_bits quant_method strategy sym transform_config type version weight_block_size
-"""
-_OTHERS = """
-    activation_scale_ub activation_scheme autoround_version backend batch_size
-    block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset dequantize
-    do_fuse exllama_config fmt fuse_max_seq_len global_compression_ratio ignore ignored_layers
-    kv_cache_scheme lm_head max_input_length meta model_file_base_name model_name_or_path
-    model_seqlen module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse
-    modules_to_not_convert observer observer_kwargs pack_dtype pad_token_id quantization_status
-    scale_dtype scale_fmt sparsity_config static_groups symmetric tokenizer true_sequential
-    use_cuda_fp16 use_exllama zero_point zp_dtype
-"""
 
 
 def from_mxfp4(blocks: Array, scales: Array, *, tiles: bool = True) -> ScaledArray:
@@ -61,14 +39,23 @@ def from_mxfp4(blocks: Array, scales: Array, *, tiles: bool = True) -> ScaledArr
     power of two, float8_e8m0fnu, for 32 numbers along `in`. Errors are as in `from_gptq`.
 
     Args:
-      blocks: uint8 [..., out, in / 32, 16], such as `mlp.experts.gate_up_proj_blocks`.
-      scales: uint8 [..., out, in / 32], such as `mlp.experts.gate_up_proj_scales`.
+      blocks: uint8 or int8 [..., out, in / 32, 16], such as `mlp.experts.gate_up_proj_blocks`, or
+        [..., out, in / 2], such as a single expert's `weight_packed`.
+      scales: uint8 or float8_e8m0fnu [..., out, in / 32].
       tiles: as in `from_gptq`.
     """
-    *lead, count, _ = check_array("blocks", blocks, _UINT8, (..., "out", "in / 32", 16), "MXFP4")
-    check_array("scales", scales, _UINT8, (*lead, count), "`blocks`")
-    values, scales = blocks.reshape(*lead, 16 * count), scales.view(E8M0)
-    return _scaled("scales", values, scales, (None, 32), tiles, packed="float4_e2m1fn")
+    return _mxfp4("blocks", blocks, "scales", scales, tiles)
+
+
+def _mxfp4(of_values: str, values: Any, of_scales: str, scales: Any, tiles: bool) -> ScaledArray:
+    in_blocks = np.ndim(values) > np.ndim(scales)
+    wanted = (..., "out", "in / 32", 16) if in_blocks else (..., "out", "in / 2")
+    *lead, size = check_array(of_values, values, _BYTES, wanted, "MXFP4")
+    count = lead.pop() if in_blocks else -(-size // 16)
+    check_array(of_scales, scales, _CODES, (*lead, count), f"`{of_values}`")
+    values = values.view(np.uint8).reshape(*lead, -1) if in_blocks else values.view(np.uint8)
+    scales, packed = scales.view(E8M0), "float4_e2m1fn"
+    return _scaled(of_scales, values, scales, (None, 32), tiles, packed=packed)
 
 
 def from_gptq(
@@ -183,8 +170,9 @@ def from_8_bits(
     Args:
       weight: float8_e4m3fn, float8_e5m2 or int8 [..., out, in]. Errors are as in `from_gptq`.
       weight_scale: what numbers are multiplied with, also if it is named `weight_scale_inv`:
-        floats [..., out / size, in / size], rounded up, for blocks; [..., out] or [..., out, 1] for
-        channels; [...], [..., 1] or [..., 1, 1] for whole layers.
+        floats, or powers of two in float8_e8m0fnu or its bytes, uint8; [..., out / size, in /
+        size], rounded up, for blocks; [..., out] or [..., out, 1] for channels; [...], [..., 1]
+        or [..., 1, 1] for whole layers.
       block_size: the sizes of a block along `out` and `in`, -1 for all of it; the last block may be
         smaller. None: by the shapes if only one size fits, as with channels and whole layers.
       tiles: as in `from_gptq`; float8_e5m2 is never reordered. Pass False if the weights are
@@ -202,9 +190,10 @@ def from_8_bits(
     *lead, _, _ = check_array("weight", weight, scaled.DTYPES, (..., "out", "in"), "its scales")
     blocks = ("out / size", "in / size")[: max(np.ndim(weight_scale) - len(lead), 0)]
     shape = check_array(
-        "weight_scale", weight_scale, (*scaled.FLOATS, E8M0), (*lead, *blocks), "`weight`"
+        "weight_scale", weight_scale, (*scaled.FLOATS, *_CODES), (*lead, *blocks), "`weight`"
     )
-    wide = weight_scale if weight_scale.dtype == E8M0 else weight_scale.astype(np.float32)
+    is_power = weight_scale.dtype in _CODES
+    wide = weight_scale.view(E8M0) if is_power else weight_scale.astype(np.float32)
     wide = wide.reshape(*lead, *(*shape[len(lead) :], 1, 1)[:2])
     return _scaled("weight_scale", weight, wide, tuple(stated), tiles)
 
@@ -221,27 +210,62 @@ def in_tiles(weights: Any) -> Any:
     return weights.tile() if fits and (zeros is None or zeros.dtype == np.int8) else weights
 
 
-def flat(config: Any) -> dict[str, Any]:
-    """Returns `quantization_config` with the keys of its groups' weights, for `linear`.
+def flat(config: Any, module: str = "") -> dict[str, Any]:
+    """Returns `quantization_config` with the keys of a linear layer's weights, for `linear`.
+
+    Groups of compressed-tensors have targets: names, patterns of names behind "re:", and "Linear"
+    for the rest. Quark has patterns of layers, and the rest.
 
     Raises:
-      CheckpointError: it or a group is no mapping, or weights of its groups differ.
+      CheckpointError: it or a group is no mapping, or weights of its groups differ and none of them
+        is for `module`, or several are.
     """
     name = "quantization_config"
     config = _mapping(name, config)
-    said: list[dict[str, Any]] = []
-    for group, of in _mapping(f'{name}["config_groups"]', config.get("config_groups")).items():
-        of = _mapping(f'{name}["config_groups"][{group!r}]', of)
-        weights = _mapping(f'{name}["config_groups"][{group!r}]["weights"]', of.get("weights"))
-        if weights:
-            of_group = {} if of.get("format") is None else {"format": of["format"]}
-            said.append({**weights, **of_group})
-    if any(of != said[0] for of in said):
+    groups, ignored = [], _list(f'{name}["ignore"]', config.get("ignore"))
+    of_groups = _mapping(f'{name}["config_groups"]', config.get("config_groups"))
+    for group, of in of_groups.items():
+        stem = f'{name}["config_groups"][{group!r}]'
+        of = _mapping(stem, of)
+        if weights := _mapping(f'{stem}["weights"]', of.get("weights")):
+            stated = {} if of.get("format") is None else {"format": of["format"]}
+            groups.append((_list(f'{stem}["targets"]', of.get("targets")), {**weights, **stated}))
+    quark = {  # by patterns of names
+        "Linear": config.get("global_quant_config"),
+        **_mapping(f'{name}["layer_type_quant_config"]', config.get("layer_type_quant_config")),
+        **_mapping(f'{name}["layer_quant_config"]', config.get("layer_quant_config")),
+    }
+    for pattern, of in quark.items() if config.get("global_quant_config") else ():
+        stem = f"{name}[…_quant_config][{pattern!r}]"
+        weight = _mapping(f'{stem}["weight"]', _mapping(stem, of).get("weight"))
+        target = pattern if pattern == "Linear" else f"re:{fnmatch.translate(str(pattern))}"
+        groups.append(([target], weight))
+    whole = {"format": None} if config.get("format") == "mixed-precision" else {}
+    return {**config, **whole, **_of_module(module, groups, ignored)}
+
+
+def _of_module(module: str, groups: list[tuple[list[str], Any]], ignored: list[str]) -> Any:
+    """Returns what the groups say about a linear layer's weights, by their targets."""
+    if all(weights == groups[0][1] for _, weights in groups):
+        return groups[0][1] if groups else {}
+
+    def names(target: str) -> bool:
+        return target == module or bool(target[:3] == "re:" and re.match(target[3:], module))
+
+    try:
+        exact = [weights for targets, weights in groups if module in targets]
+        named = [weights for targets, weights in groups if any(map(names, targets))]
+        ignores = any(map(names, ignored))
+    except re.error as error:
+        raise CheckpointError(f"A pattern in `quantization_config` is damaged: {error}.") from error
+    fitting = exact or named or [weights for targets, weights in groups if "Linear" in targets]
+    if ignores or not fitting or any(of != fitting[0] for of in fitting):
+        why = "`ignore` has it" if ignores else f"{len(fitting)} of them are for it"
         raise CheckpointError(
-            f'The weights of the groups in `{name}["config_groups"]` differ, and it is not known '
-            f"which are the experts'.{_FIX}"
+            f"The weights of the groups in `quantization_config` differ, and it is not known which "
+            f"are those of {module!r}: {why}.{_FIX}"
         )
-    return {**config, **(said[0] if said else {})}
+    return fitting[0]
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
@@ -253,95 +277,279 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value or {}
 
 
-def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Returns a linear layer's weights [out, in]. The names of its tensors tell their format.
+def _list(name: str, value: Any) -> list[str]:
+    strings = isinstance(value, list | tuple) and all(isinstance(of, str) for of in value)
+    if value is not None and not strings:
+        raise CheckpointError(
+            f"The model's configuration must have a list of strings as `{name}`; got "
+            f"{messages.shown(value)}.{_FIX}"
+        )
+    return [*(value or ())]
 
-    `config` is what `flat` returns. Its sizes of groups and blocks must be those of the arrays.
+
+_SCALES = "weight_scale", "weight_scale_inv", "scale", "qscale_weight"
+_FLOATS, _FP8 = ({of.name for of in dtypes} for dtypes in (scaled.FLOATS, scaled.DTYPES[:2]))
+_BY_ACTIVATION = True, "group", "dynamic"
+_ORDERS = *_BY_ACTIVATION, False, "weight", "static"
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A way to store a linear layer's weights.
+
+    Attributes:
+      tensors, more: the names of those that must be there, and of others; `weight_scale` stands for
+        all of `_SCALES`.
+      read: makes them a `ScaledArray` [..., in, out]; its second argument is what `flat` returns.
+      methods: the values of `quant_method`.
+      values: those that other keys of `quantization_config` may have.
+      bits: of a number.
+      numbers, scales: dtypes by name, where the tensors' names tell no format.
     """
-    # AutoGPTQ wrote zeros as the biases of linear layers that have none.
-    for name in ("bias", "weight_zero_point")[: 1 if "weight_packed" in own else 2]:
-        if np.any(own.get(name)):
-            raise ArgumentValueError(f"Experts of this format have no `{name}` but zeros.")
-    if not any(own.keys() <= {*names, "bias"} for names in _FORMATS):
+
+    tensors: str
+    more: str
+    read: Callable[[Mapping[str, Any], Mapping[str, Any]], ScaledArray]
+    methods: str
+    values: Mapping[str, tuple[Any, ...]]
+    bits: int = 4
+    numbers: Collection[str] = ()
+    scales: Collection[str] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all its tensors."""
+        return [*self.tensors.split(), *self.more.split()]
+
+    def fits(self, own: Mapping[str, Any]) -> bool:
+        """Whether the tensors that are there have the format's dtypes."""
+        of = {"numbers": own.get("weight", own.get("weight_packed")), "scales": own.get(_SCALES[0])}
+        return all(
+            array is None or not getattr(self, name) or array.dtype.name in getattr(self, name)
+            for name, array in of.items()
+        )
+
+
+def _read_gptq(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
+    groups = own["g_idx"] if config.get("desc_act") else own.get("g_idx")
+    options: Any = {"v2": config.get("checkpoint_format") == "gptq_v2", "tiles": False}
+    options["group_size"] = _integer(config, "group_size")
+    made = from_gptq(own["qweight"], own["qzeros"], own["scales"], groups, **options)
+    if not config.get("sym"):
+        return made
+    if np.any(made.zeros):
+        raise ArgumentValueError(
+            "The zeros of a checkpoint with `sym` must be 8: `checkpoint_format` must be "
+            f'"gptq_v2" if they are stored as they are, else "gptq".{_FIX}'
+        )
+    return dataclasses.replace(made, zeros=None)
+
+
+def _read_awq(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
+    size = _integer(config, "group_size")
+    return from_awq(own["qweight"], own["qzeros"], own["scales"], group_size=size, tiles=False)
+
+
+def _read_packed(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
+    _, size = _block_size(config) or (None, None)
+    packed = own["weight_packed"], own["weight_scale"], own.get("weight_shape")
+    by_activation = config.get("actorder") in _BY_ACTIVATION
+    groups = own["weight_g_idx"] if by_activation else own.get("weight_g_idx")
+    zeros = own.get("weight_zero_point")
+    return from_compressed_tensors(*packed, zeros, groups, group_size=size, tiles=False)
+
+
+def _read_mxfp4(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
+    name = "weight_packed" if "weight_packed" in own else "weight"
+    if own[name].dtype == np.int8:
+        _said(config, "expert_dtype", ("fp4",))
+    return _mxfp4(name, own[name], "weight_scale", own["weight_scale"], False)
+
+
+def _read_8_bits(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
+    weights = own["weight"], own["weight_scale"]
+    return from_8_bits(*weights, block_size=_block_size(config), tiles=False)
+
+
+_OF_8_BITS = "weight weight_scale", "weight_zero_point"
+FORMATS = (
+    Format(
+        "qweight qzeros scales",
+        "g_idx",
+        _read_gptq,
+        "gptq",
+        {
+            "desc_act": (True, False),
+            "sym": (True, False),
+            "checkpoint_format": ("gptq", "gptq_v2"),
+        },
+    ),
+    Format("qweight qzeros scales", "", _read_awq, "awq", {"version": ("gemm", "GEMM")}),
+    Format(
+        "weight_packed weight_scale",
+        "weight_shape weight_zero_point weight_g_idx",
+        _read_packed,
+        "compressed-tensors",
+        {
+            "type": ("int",),
+            "format": ("pack-quantized",),
+            "strategy": ("group", "channel"),
+            "actorder": _ORDERS,
+        },
+        numbers=("int32",),
+    ),
+    Format(
+        "weight_scale",
+        "weight weight_packed weight_zero_point",
+        _read_mxfp4,
+        "mxfp4 compressed-tensors quark fp8",
+        {
+            "type": ("float",),
+            "format": ("mxfp4-pack-quantized",),
+            "strategy": ("group",),
+            "group_size": (32,),
+            "dtype": ("fp4",),
+            "qscheme": ("per_group",),
+            "scale_format": ("e8m0",),
+            "scale_fmt": ("ue8m0",),
+            "expert_dtype": ("fp4",),
+        },
+        numbers=("uint8", "int8"),
+        scales=("uint8", "float8_e8m0fnu"),
+    ),
+    Format(
+        *_OF_8_BITS,
+        _read_8_bits,
+        "fp8 fbgemm_fp8 compressed-tensors quark",
+        {
+            "type": ("float",),
+            "format": ("float-quantized", "naive-quantized"),
+            "dtype": ("fp8_e4m3", "fp8_e5m2"),
+            "scale_format": ("float32",),
+        },
+        bits=8,
+        numbers=_FP8,
+        scales=_FLOATS,
+    ),
+    Format(
+        *_OF_8_BITS,
+        _read_8_bits,
+        "fp8 compressed-tensors quark",
+        {
+            "type": ("float",),
+            "format": ("mxfp8-quantized",),
+            "dtype": ("fp8_e4m3", "fp8_e5m2"),
+            "scale_format": ("e8m0",),
+            "scale_fmt": ("ue8m0",),
+        },
+        bits=8,
+        numbers=_FP8,
+        scales=("uint8", "float8_e8m0fnu"),
+    ),
+    Format(
+        *_OF_8_BITS,
+        _read_8_bits,
+        "compressed-tensors quark",
+        {"type": ("int",), "format": ("int-quantized", "naive-quantized"), "dtype": ("int8",)},
+        bits=8,
+        numbers=("int8",),
+        scales=_FLOATS,
+    ),
+)
+NAMES = "bias", *dict.fromkeys(name for of in FORMATS for name in of.names), *_SCALES[1:]
+
+# The keys of `quantization_config` by `quant_method`, with those of its weights: those that are
+# read, and those that do not matter for a layer's weights. Any other is refused.
+KEYS = {
+    "awq": (
+        "bits group_size version",
+        "autoround_version backend do_fuse exllama_config fuse_max_seq_len modules_to_fuse "
+        "modules_to_not_convert pack_method zero_point",
+    ),
+    "compressed-tensors": (
+        "actorder block_structure config_groups dynamic format group_size ignore num_bits strategy "
+        "transform_config type",
+        "global_compression_ratio kv_cache_scheme observer observer_kwargs quantization_status "
+        "scale_dtype sparsity_config symmetric version zp_dtype",
+    ),
+    "fbgemm_fp8": ("", "activation_scale_ub modules_to_not_convert"),
+    "fp8": (
+        "expert_dtype scale_fmt weight_block_size",
+        "activation_scheme dequantize fmt ignored_layers kv_cache_scheme modules_to_convert "
+        "modules_to_not_convert",
+    ),
+    "gptq": (
+        "bits checkpoint_format desc_act dynamic group_size sym",
+        "autoround_version batch_size block_name_to_quantize cache_block_outputs "
+        "damp_auto_increment damp_percent dataset exllama_config lm_head max_input_length meta "
+        "model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block "
+        "modules_in_block_to_quantize pack_dtype pad_token_id static_groups tokenizer "
+        "true_sequential use_cuda_fp16 use_exllama",
+    ),
+    "mxfp4": ("", "dequantize modules_to_not_convert"),
+    "quark": (
+        "block_size dtype global_quant_config group_size layer_quant_config "
+        "layer_type_quant_config qscheme scale_format",
+        "algo_config ch_axis enable_buffer_reuse exclude export is_dynamic is_scale_quant "
+        "kv_cache_post_rope kv_cache_quant_config max_input_numel mx_element_dtype observer_cls "
+        "quant_mode round_method scale_calculation_mode scale_type softmax_quant_spec symmetric "
+        "version zero_point_type",
+    ),
+}
+
+
+def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """Returns a linear layer's weights [..., out, in]; what their tensors tell of their format.
+
+    `config` is what `flat` returns. Nothing that it says may contradict the tensors.
+    """
+    scale = next((name for name in _SCALES if name in own), "")
+    own = {_SCALES[0] if name == scale else name: array for name, array in own.items()}
+    named = [of for of in FORMATS if own.keys() <= {*of.names}]
+    if not named:
         raise ArgumentValueError(f"No known format has all of these tensors: {', '.join(own)}.")
-    if own.keys() <= {"weight", "bias"}:
+    if own.keys() <= {"weight"}:
         remedy = " Numbers of 8 bits or less must have scales."
         check_array("weight", own["weight"], scaled.FLOATS, (..., "out", "in"), "experts", remedy)
         return own["weight"]
-    check(config)
-    act_order = _said(config, "desc_act", (True, False), False)
-    act_order |= _said(config, "actorder", _ORDERS, "weight") in _BY_ACTIVATION
-    groups = own.__getitem__ if act_order else own.get
-    bits = 4 if own.keys() & {"qweight", "weight_packed"} else 8
-    for key in ("bits", "num_bits"):
-        _said(config, key, (bits,), bits)
-    if "qweight" in own:
-        words = own["qweight"], own["qzeros"], own["scales"]
-        size = _integer(config, "group_size")
-        methods = ("gptq",) if "g_idx" in own else ("gptq", "awq")
-        if _said(config, "quant_method", methods) == "awq":
-            _said(config, "version", ("gemm", "GEMM"), "gemm")
-            made = from_awq(*words, group_size=size, tiles=False)
-        else:
-            of = _said(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-            options: Any = {"v2": of == "gptq_v2", "group_size": size, "tiles": False}
-            made = from_gptq(*words, groups("g_idx"), **options)
-            if _said(config, "sym", (True, False), False):
-                if np.any(made.zeros):
-                    raise ArgumentValueError(
-                        "The zeros of a checkpoint with `sym` must be 8: `checkpoint_format` must "
-                        f'be "gptq_v2" if they are stored as they are, else "gptq".{_FIX}'
-                    )
-                made = dataclasses.replace(made, zeros=None)
-    elif "weight_packed" in own:
-        for key, choices in _PACK_QUANTIZED.items():
-            _said(config, key, choices, choices[0])
-        _, size = _block_size(config) or (None, None)
-        packed = own["weight_packed"], own["weight_scale"], own.get("weight_shape")
-        more = own.get("weight_zero_point"), groups("weight_g_idx")
-        made = from_compressed_tensors(*packed, *more, group_size=size, tiles=False)
-    else:
-        _said(config, "quant_method", ("fp8", "fbgemm_fp8", "compressed-tensors"), "fp8")
-        scale = own.get("weight_scale", own.get("weight_scale_inv"))
-        made = from_8_bits(own["weight"], scale, block_size=_block_size(config), tiles=False)
-    made = made.mT
-    (rows, group), out = made.block, len(made)
-    if not rows or out % rows:  # blocks of the gate must not reach into `up`, which is next to it
+    formats = [of for of in named if of.fits(own)] or named[-1:]
+    for name in formats[0].tensors.split():
+        own[name]  # raises if it is missing
+    methods = [method for of in formats for method in of.methods.split()]
+    method = _said(config, "quant_method", methods, None if "qweight" in own else methods[0])
+    of = next(of for of in formats if method in of.methods.split())
+    _check_keys(config, methods if config.get("quant_method") is None else [method])
+    for key, values in {**of.values, "bits": (of.bits,), "num_bits": (of.bits,)}.items():
+        _said(config, key, values, values[0])
+    if of.read is not _read_packed and np.any(own.get("weight_zero_point")):
+        raise ArgumentValueError("Weights of this format have no `weight_zero_point` but zeros.")
+    made = of.read(own, config).mT
+    (*_, rows, group), out = made.block, made.shape[-2]
+    # Blocks of an expert's gate must not reach into `up`, which is put next to it.
+    if made.ndim == 2 and (not rows or out % rows):
         scales: Any = np.repeat(made.scales, rows or out, 0)[:out]
         made = dataclasses.replace(made, scales=scales, block=(1, group))
     return made
 
 
-_BY_ACTIVATION = True, "group", "dynamic"
-_ORDERS = *_BY_ACTIVATION, False, "weight", "static"
-_PACK_QUANTIZED = {
-    "quant_method": ("compressed-tensors",),
-    "type": ("int",),
-    "format": ("pack-quantized",),
-    "strategy": ("group", "channel"),
-}
-
-
-def mxfp4(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
-    """Returns all experts' weights [experts, in, out] of gpt-oss's tensors."""
-    check(config)
-    _said(config, "quant_method", ("mxfp4",), "mxfp4")
-    return from_mxfp4(own["_blocks"], own["_scales"], tiles=False)
-
-
-def check(config: Mapping[str, Any]) -> None:
-    """Raises if a flat `quantization_config` has keys that may matter and are not known."""
-    known = {*_READ.split(), *_OTHERS.split()}
-    unknown = [f'`quantization_config["{key}"]`' for key in config if key not in known]
+def _check_keys(config: Mapping[str, Any], methods: list[str]) -> None:
+    """Raises if `quantization_config` has keys that none of the methods has."""
+    known = {
+        "quant_method",
+        *(key for method in methods for of in KEYS[method] for key in of.split()),
+    }
+    unknown = [key for key, value in config.items() if key not in known and value is not None]
     if config.get("transform_config"):
-        unknown.append('`quantization_config["transform_config"]`')
+        unknown.append("transform_config")
     dynamic = config.get("dynamic")  # GPTQ's: what begins with "-:" is not quantized
     is_mapping = isinstance(dynamic, Mapping)
     if dynamic and not (is_mapping and all(str(of).startswith("-:") for of in dynamic)):
-        unknown.append('`quantization_config["dynamic"]`')
+        unknown.append("dynamic")
     if unknown:
+        keys = ", ".join(f'`quantization_config["{key}"]`' for key in dict.fromkeys(unknown))
         raise ArgumentValueError(
-            f"{', '.join(unknown)}: unknown, and weights may depend on it.{_FIX}"
+            f"{keys}: unknown beside {' or '.join(map(repr, methods))}, and weights may depend on "
+            f"it.{_FIX}"
         )
 
 
@@ -361,7 +569,7 @@ def _block_size(config: Mapping[str, Any]) -> Any:
     """Returns the sizes of a block along (out, in) that `quantization_config` has, or nothing."""
     group = _integer(config, "group_size")
     sizes: list[Any] = [(1, group)] if group is not None else []
-    for key in ("weight_block_size", "block_structure"):
+    for key in ("weight_block_size", "block_structure", "block_size"):
         if (block := config.get(key)) is not None:
             name = f'quantization_config["{key}"]'
             if not isinstance(block, list | tuple) or len(block) != 2:
@@ -369,11 +577,11 @@ def _block_size(config: Mapping[str, Any]) -> Any:
                     f"Argument `{name}` must be two sizes; got {messages.short(block)}.{_FIX}"
                 )
             sizes.append(tuple(_size(name, of) for of in block))
-    strategy = config.get("strategy")
-    if strategy is not None:
-        choices = {"tensor": (-1, -1), "channel": (1, -1), "group": None, "block": None}
-        _said(config, "strategy", tuple(choices))
-        sizes += [of] if (of := choices[strategy]) else []
+    wholes = {"tensor": (-1, -1), "channel": (1, -1), "group": None, "block": None}
+    for key, before in (("strategy", ""), ("qscheme", "per_")):
+        if config.get(key) is not None:
+            strategy = _said(config, key, [before + of for of in wholes]).removeprefix(before)
+            sizes += [of] if (of := wholes[strategy]) else []
     if any(of != sizes[0] for of in sizes):
         raise ArgumentValueError(
             f"The sizes {sizes} that `quantization_config` has for a block differ.{_FIX}"
