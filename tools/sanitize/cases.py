@@ -131,18 +131,20 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "layer, 8 bits", of(layer, "bfloat16", recipe=moe.Recipe(weight_gradient="rows"))
     yield "layer, blocks", of(layer, "bfloat16", recipe="blocks")
     for dtype in ("int8", "float8_e4m3fn"):
+        yield f"weights of {dtype}", of(weights_alone, dtype, 20)
         for rows in (3, 20):
-            yield f"weights of {dtype}, {rows} rows", of(weights_alone, dtype, rows)
+            name = f"weights of {dtype}, {rows} rows, tiles"
+            yield name, of(weights_alone, dtype, rows, tiled=True)
     blocks = {"block": (1, 32, 1)}
     for kind, dtype, options in (
         ("int4", "int4", {}),
         ("int4, 32 deep", "int4", blocks),
         ("MXFP4", "float4_e2m1fn", blocks | {"scale_dtype": "float8_e8m0fnu"}),
     ):
+        yield f"weights of {kind}", of(weights_alone, dtype, 20, **options)
         for rows in (3, 20, 50):
-            name = f"weights of {kind}, {rows} rows"
-            yield name, of(weights_alone, dtype, rows, **options)
-            yield f"{name}, tiles", of(weights_alone, dtype, rows, tiled=True, **options)
+            name = f"weights of {kind}, {rows} rows, tiles"
+            yield name, of(weights_alone, dtype, rows, tiled=True, **options)
     fast = "ANY_F8_ANY_F8_F32_FAST_ACCUM"
     yield "8 bits, rows", of(eight_bits, (1, None), (1, None, 1), fast)
     yield "8 bits, float32 sums", of(eight_bits, (1, None), (1, None, 1), None)
