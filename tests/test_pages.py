@@ -139,6 +139,27 @@ def test_an_entry():
     assert lines[first - 2 : first + 2] == ["", "```py", lines[first], "```"]
 
 
+def test_arguments_are_listed():
+    """Names that share a line, text of several lines, and nothing of other sections."""
+
+    def function():
+        """What it does.
+
+        Args:
+          a, b: two, in ``a[b]``,
+            and more: here.
+          *c: the rest.
+
+        Returns:
+          x: not an argument.
+        """
+
+    listed = "- `a`, `b`: two, in `a[b]`, and more: here.\n- `*c`: the rest."
+    assert pages._arguments(function) == listed
+    found = pages.signatures("<!-- ::: triax.moe.FeedForward -->\n")
+    assert "\n\n- `tokens`: [tokens, hidden], in the dtype of `x`.\n- `group_counts`: " in found
+
+
 def test_entries_of_values_and_properties():
     found = pages.signatures("<!-- ::: triax.testing.TOLERANCES -->\n")
     assert '```py\nTOLERANCES: dict[str, float] = {\n    "float64": 1e-14,\n' in found

@@ -6,8 +6,8 @@
 A file of the repository stands in a block of code between `<!-- file: PATH -->` and `<!-- end of
 file -->`. A page of the reference has a table of its entries between `<!-- names -->` and `<!-- end
 of names -->`. An entry is a directive of mkdocstrings in a comment, `<!-- ::: NAME -->`, and below
-it, up to `<!-- end of entry -->`, signatures and first sentences. On the site the directive stands
-in their place (`tools/site_pages.py`).
+it, up to `<!-- end of entry -->`, signatures, first sentences and arguments. On the site the
+directive stands in their place (`tools/site_pages.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def names(page: str) -> str:
 
 
 def signatures(page: str) -> str:
-    """Headings, signatures and first sentences of a page's entries and of their methods."""
+    """Headings, signatures, first sentences and arguments of a page's entries and their methods."""
     parts = []
     for shown, name, value, module in _entries(page):
         parts.append(f'## <a id="{name}"></a>`{shown}`')
@@ -74,6 +74,7 @@ def signatures(page: str) -> str:
         for called, found in ((name.rpartition(".")[2], value), *of_class):
             parts.append(f"```py\n{signature(called, found, module)}\n```")
             parts.append(_first_sentence(called, found, module))
+            parts += filter(None, [_arguments(found)])
     return "\n\n".join(parts) + "\n"
 
 
@@ -154,6 +155,24 @@ def _first_sentence(name: str, value: Any, module: ModuleType) -> str:
         raise ValueError(f"{name} has no docstring")
     first = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
     return re.split(r"(?<=[.])\s(?=[A-Z`])", first)[0].removesuffix(":").replace("``", "`")
+
+
+def _arguments(value: Any) -> str:
+    """The arguments or attributes that a docstring describes, as a list."""
+    if not (callable(value) or isinstance(value, property)):
+        return ""
+    lines = inspect.cleandoc(value.__doc__).splitlines()
+    items: list[str] = []
+    is_inside = False
+    for line in lines:
+        if not line.startswith(" "):
+            is_inside = line in ("Args:", "Attributes:") or (is_inside and not line)
+        elif is_inside and re.match(r"  \S", line):
+            names, _, text = line.strip().partition(": ")
+            items.append(f"- {', '.join(f'`{name}`' for name in names.split(', '))}: {text}")
+        elif is_inside:
+            items[-1] += f" {line.strip()}"
+    return "\n".join(items).replace("``", "`")
 
 
 def _setting(name: str, module: ModuleType) -> tuple[str, str]:
