@@ -45,6 +45,15 @@ UNUSUAL = [
     "chunks, float64",
     "chunks, wrong, 6 chunks in int32",
     "quantized_glu, no gate",
+    "quantize, columns, float8_e5m2",
+    "quantize, blocks of columns, int4",
+    "TransformerEngine's dispatch, 32 experts, any number",
+    "TransformerEngine's combine, 32 experts, any number",
+    "TransformerEngine's selected experts, 2",
+    "TransformerEngine's ids, padding",
+    "TransformerEngine's ids, rolled",
+    "TransformerEngine's router, sigmoid, bias",
+    "TransformerEngine's chunks, 3-D",
 ]
 # For a GPU: the interpreter would take too long.
 LARGE: dict[str, Callable[..., Case]] = {
@@ -54,6 +63,7 @@ LARGE: dict[str, Callable[..., Case]] = {
     **quantization.LARGE,
     **activations.LARGE,
     **router.LARGE,
+    **transformer_engine.LARGE,
 }
 RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *products.OPS,

@@ -316,7 +316,7 @@ NAMED: dict[str, functools.partial[Case]] = {
         for dtype in ("int8", "uint16", "int32", "bool")
     },
 }
-# Several blocks of tokens and of the width, and sums of many experts.
+# Several blocks of tokens and of the width, sums of many experts, and widths of models.
 LARGE: dict[str, functools.partial[Case]] = {
     f"{op.__name__}, {sizes.tokens} tokens, {width} wide, {dtype}": functools.partial(
         op, sizes=sizes, width=width, dtype=dtype
@@ -327,5 +327,7 @@ LARGE: dict[str, functools.partial[Case]] = {
         (Sizes(1000, 4, 32, align=128), 1536, "float8_e4m3fn"),
         (Sizes(999, 4, 32, align=8), 515, "bfloat16"),
         (Sizes(300, 6, 8, capacity=40, num_rows=700), 9001, "float32"),
+        (Sizes(128, 8, 256, align=8), 7168, "bfloat16"),
+        (Sizes(250, 4, 128, align=8), 2880, "bfloat16"),
     )
 }

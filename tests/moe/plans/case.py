@@ -252,4 +252,13 @@ LARGE: dict[str, functools.partial[Case]] = {
         (20_000, 256, 256),
         (500, 1100, 1100),
     )
+} | {
+    f"plan, {name}": _of(make_plan, sizes=sizes)
+    for name, sizes in (
+        ("Mixtral", Sizes(8192, 2, 8, align=8)),
+        ("DeepSeek-V3", Sizes(16384, 8, 256, align=8)),
+        ("gpt-oss", Sizes(4096, 4, 128, align=8)),
+        ("Kimi K2", Sizes(4096, 8, 384, align=8)),
+        ("Llama 4", Sizes(8192, 1, 128, align=8)),
+    )
 }

@@ -51,15 +51,20 @@ def logarithms(x: Array, score: str) -> Array:
 
 @dataclasses.dataclass
 class Spec:
-    """A router, and whether it has a bias."""
+    """A router, and whether it has a bias.
+
+    `groups` are how many there are, how many are kept, and by what: "top2" or "max", or a number of
+    best scores that are added up, or of best logits with `by_logits`.
+    """
 
     experts: int
     top_k: int
     score: str = "softmax"
     normalize: bool | float = False
     scale: float = 1.0
-    groups: tuple[int, int, str] | None = None
+    groups: tuple[int, int, str | int] | None = None
     biased: bool = False
+    by_logits: bool = False
 
     @property
     def source(self) -> str:
@@ -105,9 +110,11 @@ class Spec:
         off_order = 0 * off if bias is None else off
         if self.groups:
             count, top, how = self.groups
-            parts = np.sort(by.reshape(len(by), count, -1), 2)
-            sums = parts[:, :, -(2 if how == "top2" else 1) :].sum(2)
-            most_off = 2 * off.reshape(len(by), count, -1).max(2) + 2 * U32 * abs(sums)
+            added = {"top2": 2, "max": 1}.get(str(how)) or int(how)
+            ranked = logits.astype(np.float64) if self.by_logits else by
+            sums = np.sort(ranked.reshape(len(by), count, -1), 2)[:, :, -added:].sum(2)
+            off_ranked = (0 if self.by_logits else off) + added * U32 * abs(ranked)
+            most_off = added * off_ranked.reshape(len(by), count, -1).max(2)
             sure &= _apart(sums, most_off, top)
             kept = np.zeros((len(by), count), bool)
             np.put_along_axis(kept, best(sums, top), True, 1)
