@@ -189,6 +189,10 @@ PROGRAMS: dict[str, Program] = {
         for numbers, kind in (("int4", WIDE), ("float4_e2m1fn", "float8_e8m0fnu"))
     },
     **{
+        f"ragged_dot, {rows} rows, NVFP4 in tiles": launches.nvfp4(rows)
+        for rows in (10, FEW, SOME, MANY)
+    },
+    **{
         f"ragged_dot, {rows} rows, {dtype} in tiles, {block}": launches.in_tiles(
             _weights_alone(rows, dtype, block)
         )

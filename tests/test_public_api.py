@@ -67,6 +67,7 @@ PUBLIC = {
         "from_compressed_tensors",
         "from_gptq",
         "from_mxfp4",
+        "from_nvfp4",
         "glu",
         "linear_from_checkpoint",
         "load_balancing_loss",

@@ -18,7 +18,7 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 _EIGHT = ("float8_e4m3fn", "float8_e5m2")
 _PACKED = ("int4", "float4_e2m1fn")
 _SCALES = {"int8": ("float32",), "int4": ("float32", "bfloat16", "float16", "float8_e8m0fnu")}
-_SCALES |= {"float4_e2m1fn": _SCALES["int4"]}
+_SCALES |= {"float4_e2m1fn": (*_SCALES["int4"], *("float8_e4m3fn",) * 3)}
 _SCALES |= dict.fromkeys(_EIGHT, ("float32",) * 4 + ("float8_e8m0fnu",))
 
 
@@ -61,6 +61,9 @@ def scaled(rng: Rng, path: str) -> Case:
     row_kind = None if not both else kind if kind == "int8" else str(one_of(rng, _EIGHT))
     transposed, blocked, biased = (rng.random(3) < (0.75, 0.4, 0.25)).tolist()
     deep = 32 if blocked and depth >= 32 else depth
+    scale_dtype = one_of(rng, _SCALES[kind])
+    if scale_dtype == "float8_e4m3fn" and depth >= 16:
+        deep = 16
     floats: tuple[str, ...] = ("bfloat16", "bfloat16", "float16", "float32")
     if tiled and kind not in _PACKED:  # float16 is refused with scales of blocks
         floats = ("bfloat16", "float32")
@@ -74,7 +77,8 @@ def scaled(rng: Rng, path: str) -> Case:
         row_block=32 if deep == 32 and rng.random() < 0.5 else depth,
         transposed=transposed,
         with_zeros=bool(kind == "int4" and rng.random() < 0.5),
-        scale_dtype=one_of(rng, _SCALES[kind]),
+        scale_dtype=scale_dtype,
+        with_global_scales=scale_dtype == "float8_e4m3fn" and bool(rng.random() < 0.8),
         biased=biased and row_kind != "int8",  # which takes none
         wide_result=bool(rng.random() < 0.2),
         tiled=bool(tiled),
@@ -93,6 +97,7 @@ def scaled_of(
     transposed: bool = True,
     with_zeros: bool = False,
     scale_dtype: Any = np.float32,
+    with_global_scales: bool = False,
     biased: bool = False,
     wide_result: bool = False,
     tiled: bool = False,
@@ -107,7 +112,8 @@ def scaled_of(
     stored = (num_groups, columns, depth) if transposed else (num_groups, depth, columns)
     blocks = (1, wide, deep) if transposed else (1, deep, wide)
     array = f"moe.ScaledArray(weights, scales, {(1, deep, wide)}, transposed={transposed}"
-    array += f", packed={kind!r}" * packed + ", zeros=zeros" * with_zeros + ")"
+    array += f", packed={kind!r}" * packed + ", zeros=zeros" * with_zeros
+    array += ", global_scales=global_scales" * with_global_scales + ")"
     array += ".tile()" * tiled
     rows = f"moe.ScaledArray(rows, row_scales, (1, {row_block}))" if both else "rows"
     end = "bias=bias, " * biased + "preferred_element_type=jnp.float32, " * wide_result
@@ -126,6 +132,9 @@ def scaled_of(
             arrays["sizes"] = np.array(one_of(rng, given), np.int32)
         if with_zeros:
             arrays["zeros"] = rng.integers(-8, 8, counts, np.int8)
+        if with_global_scales:
+            of_all = *counts[:-1], 1
+            arrays["global_scales"] = np.exp(rng.standard_normal(of_all)).astype(np.float32)
         if biased:
             arrays["bias"] = draws.values(rng, (num_groups, columns), np.float32)
         if row_kind is not None:
@@ -150,6 +159,9 @@ def scaled_of(
         if with_zeros:
             numbers = numbers - spread(arrays["zeros"], stored, blocks)
         numbers = numbers * spread(arrays["scales"], stored, blocks)
+        if with_global_scales:
+            of_all = (*blocks[:-1], stored[-1])
+            numbers = numbers * spread(arrays["global_scales"], stored, of_all)
         # Scales multiply the numbers or the sums, in float32. 4 bits may be rounded after that,
         # and so may blocks in 8 bits.
         weights = Near(numbers, abs(numbers) * 2.0**-23)

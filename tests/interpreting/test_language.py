@@ -549,6 +549,24 @@ def test_an_instruction_multiplies_pairs_of_bfloat16(interpret):
     np.testing.assert_array_equal(out, wanted.view("int32")[:, 0])
 
 
+@triton.jit
+def repeat_halves(x_ptr, o_ptr):
+    at = tl.arange(0, 16)
+    x = tl.load(x_ptr + at)
+    low: tl.constexpr = "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}"
+    high: tl.constexpr = "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}"
+    tl.store(o_ptr + at, tl.inline_asm_elementwise(low, "=r,r", [x], tl.int32, True, 1))
+    tl.store(o_ptr + at + 16, tl.inline_asm_elementwise(high, "=r,r", [x], tl.int32, True, 1))
+
+
+def test_halves_of_words_are_repeated(interpret):
+    halves = np.random.default_rng(0).integers(-(2**15), 2**15, (16, 2)).astype(np.int16)
+    arguments = {"x_ptr": halves.view("int32")[:, 0], "o_ptr": Result(0)}
+    (out,) = interpret(repeat_halves, arguments, [((32,), np.int32)])
+    wanted = np.concatenate([halves[:, [0, 0]], halves[:, [1, 1]]])
+    np.testing.assert_array_equal(out.view(np.int16).reshape(32, 2), wanted)
+
+
 def test_other_inline_assembly_is_refused(interpret):
     with pytest.raises(UnsupportedError, match=r"inline assembly \('mov.u32 \$0, 1;'\)"):
         interpret(inline_asm, {"o_ptr": Result(0)}, [((1,), np.float32)])

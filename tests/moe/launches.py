@@ -121,6 +121,12 @@ def packed(
     return product_of(array(rows, 128), weights)
 
 
+def nvfp4(rows: int) -> Any:
+    run, (x, weights, sizes) = packed(rows, E4M3, 16, "float4_e2m1fn", columns=128)
+    weights = dataclasses.replace(weights, global_scales=array(5, 128, 1, dtype=WIDE))
+    return in_tiles((run, (x, weights, sizes)))
+
+
 CASES: dict[str, Any] = {
     "ragged_dot of few rows, and gradients": gradient(product(40, 512, 1024)),
     "ragged_dot of many rows, and gradients": gradient(product(4000, 512, 1024)),
@@ -173,6 +179,9 @@ CASES: dict[str, Any] = {
     "ragged_dot of MXFP4 in tiles, 60 rows a group": in_tiles(
         packed(300, "float8_e8m0fnu", 32, "float4_e2m1fn", columns=128)
     ),
+    "ragged_dot of NVFP4 in tiles": nvfp4(40),
+    "ragged_dot of NVFP4 in tiles, 60 rows a group": nvfp4(300),
+    "ragged_dot of NVFP4 in tiles, many rows": nvfp4(4000),
     "ragged_dot of 4-bit weights in tiles, 60 rows a group": in_tiles(
         packed(300, WIDE, 32, "int4", True, columns=128)
     ),

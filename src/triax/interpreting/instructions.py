@@ -1,4 +1,4 @@
-"""The instructions of inline assembly that the interpreter has, in NumPy."""
+"""The inline assembly that the interpreter has, in NumPy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Instruction = Callable[..., np.ndarray]
 
 
 def find(assembly: str) -> Instruction | None:
-    """Returns the function for assembly of one instruction, or None if it is missing."""
+    """Returns the function for some assembly, or None if it is missing."""
     return _INSTRUCTIONS.get(" ".join(assembly.split()))
 
 
@@ -23,4 +23,18 @@ def _fma_of_pairs(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     return libdevice.fma(*pairs).view(x.dtype)[..., 0]
 
 
-_INSTRUCTIONS = {"fma.rn.bf16x2 $0, $1, $2, $3;": _fma_of_pairs}
+def _twice(half: int) -> Instruction:
+    """Returns a function that gives words with the lower or the upper half of each word twice."""
+
+    def run(x: np.ndarray) -> np.ndarray:
+        halves = np.ascontiguousarray(x)[..., None].view(np.int16)[..., half : half + 1]
+        return np.repeat(halves, 2, -1).view(x.dtype)[..., 0]
+
+    return run
+
+
+_INSTRUCTIONS = {
+    "fma.rn.bf16x2 $0, $1, $2, $3;": _fma_of_pairs,
+    "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}": _twice(0),
+    "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}": _twice(1),
+}

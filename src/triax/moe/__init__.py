@@ -27,6 +27,7 @@ from triax.moe.quantization.checkpoints import from_awq as from_awq
 from triax.moe.quantization.checkpoints import from_compressed_tensors as from_compressed_tensors
 from triax.moe.quantization.checkpoints import from_gptq as from_gptq
 from triax.moe.quantization.checkpoints import from_mxfp4 as from_mxfp4
+from triax.moe.quantization.checkpoints import from_nvfp4 as from_nvfp4
 from triax.moe.quantization.scaled import ScaledArray as ScaledArray
 from triax.moe.router.api import route as route
 from triax.moe.router.losses import load_balancing_loss as load_balancing_loss
@@ -56,6 +57,7 @@ __all__ = [
     "from_compressed_tensors",
     "from_gptq",
     "from_mxfp4",
+    "from_nvfp4",
     "glu",
     "linear_from_checkpoint",
     "load_balancing_loss",

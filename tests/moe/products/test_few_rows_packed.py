@@ -17,7 +17,7 @@ import pytest
 from tests.moe.products import oracle
 from tests.moe.products.test_few_rows import FROM_REGISTERS, ROWS, SIZES, check_tiles
 from tests.moe.products.test_scaled import scaled
-from tests.moe.quantization.oracle import E8M0, exactly
+from tests.moe.quantization.oracle import E4M3, E8M0, exactly
 from triax import moe
 from triax.compat import jax_private
 from triax.moe.quantization.packing import pack
@@ -29,6 +29,8 @@ E2M1 = "float4_e2m1fn"
 # dtype, depth and columns of a scale, the scales' dtype, the zeros'
 WAYS = {
     "mxfp4": (E2M1, (32, 1), E8M0, None),
+    "nvfp4": (E2M1, (16, 1), E4M3, None),
+    "nvfp4, 48": (E2M1, (48, 1), E4M3, None),
     "e2m1, tiles": (E2M1, (64, 32), "float32", None),
     "e2m1, powers of columns": (E2M1, (None, 1), E8M0, None),
     "e2m1, 32": (E2M1, (32, 1), "float32", None),
@@ -54,10 +56,14 @@ def weights_of(groups, dtype, block, scale_dtype, zeros, columns=COLUMNS, depth=
     scales = np.exp2(rng.integers(-9, 9, shape))
     if scale_dtype != E8M0:
         scales *= rng.uniform(0.5, 2, shape)
+    of_all = None
+    if scale_dtype == E4M3:
+        scales = np.minimum(scales, 448)
+        of_all = np.exp(rng.standard_normal((groups, columns, 1))).astype(np.float32)
     scales = scales.astype(scale_dtype)
     if zeros is not None:  # and the outermost
         zeros = rng.choice([-128, -5, 0, 3, 127], shape).astype(zeros)
-    return moe.ScaledArray(pack(codes), scales, (1, *block), True, dtype, zeros)
+    return moe.ScaledArray(pack(codes), scales, (1, *block), True, dtype, zeros, of_all)
 
 
 def is_taken(run, *args):
@@ -94,7 +100,7 @@ def test_equals_float64(monkeypatch, card, sizes, way):
     assert not np.any(np.asarray(out)[past:])
 
 
-@pytest.mark.parametrize("way", ["mxfp4", "int4, powers", "int4, 32", "e2m1, tiles"])
+@pytest.mark.parametrize("way", ["mxfp4", "nvfp4", "int4, powers", "int4, 32", "e2m1, tiles"])
 @pytest.mark.parametrize("num_rows", [1, 11])
 def test_tiles_of_very_few_rows(num_rows, way):
     """Warps share a tile's depth, which has an odd number of steps."""
@@ -128,6 +134,45 @@ def test_a_large_power_is_seen_in_any_step(num_rows, part):
     np.testing.assert_array_equal(out, np.tile(wanted.astype(jnp.bfloat16), (num_rows, 1)))
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xB8])  # NaN and -1
+@pytest.mark.parametrize("part", [0, 7, 18])
+@pytest.mark.parametrize("num_rows", [4, 40])
+def test_a_scale_of_e4m3_that_is_not_positive_is_seen_in_any_step(num_rows, part, code):
+    codes = np.full((1, 64, 20), 0x38, np.uint8)
+    codes[0, 7, part] = code
+    of_all = np.full((1, 64, 1), 0.5, np.float32)
+    how = {"packed": E2M1, "global_scales": of_all}
+    weights = moe.ScaledArray(
+        pack(np.full((1, 64, 320), 2)), codes.view(E4M3), (1, 16, 1), True, **how
+    )
+    rows = np.ones((num_rows, 320), jnp.bfloat16)
+    run = jax.jit(functools.partial(moe.ragged_dot, implementation="interpret"))
+    out = run(rows, weights.tile(), np.array([num_rows]))
+    wanted = np.full((num_rows, 64), 160, jnp.bfloat16)
+    wanted[:, 7] = np.nan if code == 0x7F else 144
+    np.testing.assert_array_equal(np.asarray(out, np.float32), wanted.astype(np.float32))
+
+
+@pytest.mark.parametrize("num_rows", [256, 2048])
+def test_all_numbers_times_all_scales_of_e4m3(num_rows):
+    """A column for each code. Those of the first two tiles are from 0 to 126, of the others not."""
+    columns, depth, groups = 320, 64, 32
+    codes = (np.arange(columns)[:, None] + np.arange(depth) + np.arange(groups)[:, None, None]) % 16
+    scales = np.concatenate([np.arange(127), [0], np.arange(127, 256), np.zeros(63)])
+    scales = np.tile(scales.astype(np.uint8)[:, None], (groups, 1, 4)).view(E4M3)
+    of_all = np.random.default_rng(0).uniform(0.5, 2, (groups, columns, 1)).astype(np.float32)
+    weights = moe.ScaledArray(pack(codes), scales, (1, 16, 1), True, E2M1, global_scales=of_all)
+    rows = np.zeros((num_rows, depth), np.float32)
+    rows[np.arange(num_rows), np.arange(num_rows) % depth] = 1
+    sizes = np.full(groups, num_rows // groups, np.int32)
+    how = {"implementation": "interpret", "preferred_element_type": "float32"}
+    run = jax.jit(lambda *args: moe.ragged_dot(*args, **how))
+    args = rows.astype(jnp.bfloat16), weights.tile(), sizes
+    assert is_taken(run, *args)
+    group, place = np.arange(num_rows) // sizes[0], np.arange(num_rows) % depth
+    np.testing.assert_array_equal(run(*args), exactly(weights).astype(np.float32)[group, place])
+
+
 @pytest.mark.parametrize("num_rows", [4, 20, 520])
 def test_the_least_the_largest_and_no_power_in_tiles(num_rows):
     """Of weights and rows that are all 1, as infinity times zero is not a number by itself."""
@@ -150,12 +195,13 @@ def test_the_least_the_largest_and_no_power_in_tiles(num_rows):
     np.testing.assert_array_equal(out, np.tile(wanted, (num_rows, 1)))
 
 
-@pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
+@pytest.mark.parametrize("way", ["mxfp4", "nvfp4", "int4, 32"])
 def test_tiles_are_widened_for_many_rows(way):
     weights = weights_of(1, *WAYS[way], 64, 64)
     rows = np.random.default_rng(0).standard_normal((260, 64)).astype(jnp.bfloat16)
     out = moe.ragged_dot(rows, weights.tile(), np.array([260]), implementation="interpret")
-    assert_close(out, oracle.ragged_dot(rows, exactly(weights), [260]), terms=1)
+    exact = exactly(weights).astype(np.float32).astype(jnp.bfloat16)
+    assert_close(out, oracle.ragged_dot(rows, exact, [260]), terms=1)
 
 
 @pytest.mark.sampled(2, 4)
@@ -215,7 +261,7 @@ def all_numbers(num_rows, dtype):
 
 
 @pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
+@pytest.mark.parametrize("way", ["mxfp4", "nvfp4", "int4, 32"])
 def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
     weights = weights_of(8, *WAYS[way])
     weights.scales[2, 5, 6] = np.nan
@@ -231,7 +277,7 @@ def test_a_scale_that_is_not_a_number_is_its_columns(way, tiled):
 @pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("num_rows", [40, 600])
-@pytest.mark.parametrize("way", ["mxfp4", "int4, 32"])
+@pytest.mark.parametrize("way", ["mxfp4", "nvfp4", "int4, 32"])
 def test_tiles_are_the_weights(way, num_rows, implementation):
     """In plain JAX and with many rows too, where they are reordered back; and in gradients."""
     check_tiles(weights_of(2, *WAYS[way]), num_rows, implementation)
@@ -241,6 +287,9 @@ OTHERS = {
     "zeros are floats": ("int4", (64, 1), "float32", np.float32),
     "blocks of 16": ("int4", (16, 1), "float32", None),
     "blocks of 48": (E2M1, (48, 1), E8M0, None),
+    "blocks of 8": (E2M1, (8, 1), E4M3, None),
+    "scales of e4m3 for two columns": (E2M1, (16, 2), E4M3, None),
+    "scales of e4m3 for whole columns": (E2M1, (None, 1), E4M3, None),
 }
 
 
@@ -263,7 +312,7 @@ def test_what_takes_a_temporary(way):
 
 @pytest.mark.sampled(0, 2)
 @pytest.mark.cuda_plugin
-@pytest.mark.parametrize("way", ["mxfp4", "int4, 64", "int4, 32"])
+@pytest.mark.parametrize("way", ["mxfp4", "nvfp4", "int4, 64", "int4, 32"])
 @pytest.mark.parametrize("rows", [64, 1024, 4096])
 def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
     from tests.moe.products.test_programs import kernels
@@ -280,9 +329,9 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
         assert "_few_rows_of_tiles_kernel" in ptx
         assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
         # Between products weights stay in registers; sums of parts of the depth do not, after them.
-        # The second loop, for large powers, is taken rarely.
+        # The second loop, for scales that are seen not to be small or positive, is taken rarely.
         products = [found.start() for found in re.finditer(r"mma\.sync", ptx)]
-        last = products[len(products) // (2 if way == "mxfp4" else 1) - 1]
+        last = products[len(products) // (2 if "fp4" in way else 1) - 1]
         assert not re.search(r"st\.shared|stmatrix", ptx[products[0] : last])
         return
     if not jax_private.supports_tensor_maps():

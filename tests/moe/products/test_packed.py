@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.moe.products import oracle
 from tests.moe.products.test_ragged_dot import PATHS
-from tests.moe.quantization.oracle import E8M0, exactly
+from tests.moe.quantization.oracle import E8M0, exactly, nvfp4
 from triax import moe
 from triax.errors import DifferentiationError
 from triax.testing import assert_close, assert_same_bits, checked
@@ -35,6 +35,7 @@ def weights_of(dtype, block, transposed=True, scale_dtype="float32", zeros=None)
 
 WAYS = {
     "mxfp4": lambda: weights_of("float4_e2m1fn", (1, 32, 1), scale_dtype=E8M0),
+    "nvfp4": lambda: nvfp4((len(SIZES), DEPTH, COLUMNS)),
     "e2m1": lambda: weights_of("float4_e2m1fn", (1, 64, 1)),
     "int4, groups of 128": lambda: weights_of("int4", (1, 128, 1), zeros=np.int8),
     "int4, groups of 32": lambda: weights_of("int4", (1, 32, 1), zeros=np.float32),
@@ -103,7 +104,7 @@ def test_rows_and_weights_of_mxfp8(implementation):
 
 
 @pytest.mark.sampled(0, 2)
-@pytest.mark.parametrize("way", ["mxfp4", "int4, columns innermost"])
+@pytest.mark.parametrize("way", ["mxfp4", "nvfp4", "int4, columns innermost"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_as_an_array_of_the_rows_dtype(way, transposed):
     """Bit for bit: of some of the groups, in another dtype, in forward mode, under vmap."""
@@ -130,7 +131,7 @@ def tiles():
 @pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(None, None, "a"), "apart", None])
-@pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 128", "tiles"])
+@pytest.mark.parametrize("way", ["mxfp4", "nvfp4", "int4, groups of 128", "tiles"])
 def test_over_devices(way, kind, spec):
     """Weights that are cut over devices in any way, or the rows; with the rows' gradient."""
     weights, (rows, _) = tiles() if way == "tiles" else weights_in(way), drawn()
@@ -169,10 +170,10 @@ def test_the_packed_weights_are_what_is_kept_for_the_gradient():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", ["mxfp4", "int4, groups of 32"])
+@pytest.mark.parametrize("way", ["mxfp4", "nvfp4", "int4, groups of 32"])
 def test_no_derivative_by_weights(way):
     weights, (rows, _) = weights_in(way), drawn()
-    for part in ("scales", "zeros"):
+    for part in ("scales", "zeros", "global_scales"):
         if getattr(weights, part) is None:
             continue
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.moe.products import oracle
-from tests.moe.quantization.oracle import E8M0, exactly
+from tests.moe.quantization.oracle import E4M3, E8M0, exactly, nvfp4
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.testing import assert_close, assert_same_bits
@@ -29,6 +29,7 @@ WAYS = {
     "int4, a scale for each shard": ("int4", (1, DEPTH // 4, 1), "float32"),
     "int4, columns": ("int4", (1, None, 1), "float32"),
     "mxfp4": ("float4_e2m1fn", (1, 32, 1), E8M0),
+    "nvfp4": ("float4_e2m1fn", (1, 16, 1), E4M3),
     "int8, columns": ("int8", (1, None, 1), "float32"),
     "e4m3, 128 x 64": ("float8_e4m3fn", (1, 128, 64), "float32"),
 }
@@ -37,6 +38,8 @@ WAYS = {
 @functools.cache
 def weights_of(dtype, block, scale_dtype="float32"):
     array = np.random.default_rng(1).standard_normal((len(SIZES), DEPTH, COLUMNS), np.float32)
+    if scale_dtype == E4M3:
+        return jax.tree.map(jnp.asarray, nvfp4(array.shape))
     return moe.quantize(array, dtype, block=block, transposed=True, scale_dtype=scale_dtype)
 
 
@@ -163,6 +166,7 @@ def test_a_shard_has_the_tiles_of_its_numbers():
 # The dtype, the block, and the dtype of scales and of zeros.
 UNEVEN = {
     "mxfp4": ("float4_e2m1fn", (1, 32, 1), E8M0, None),
+    "nvfp4": ("float4_e2m1fn", (1, 16, 1), E4M3, None),
     "int4, groups, zeros": ("int4", (1, 32, 1), "float32", np.int8),
     "int4, columns": ("int4", (1, None, 1), "float32", None),
     "e4m3, 32 x 32": ("float8_e4m3fn", (1, 32, 32), "float32", None),
@@ -176,7 +180,10 @@ def uneven(way, shards):
     dtype, block, scale_dtype, zeros = UNEVEN[way]
     array = np.random.default_rng(1).standard_normal((len(SIZES), 192, 160), np.float32)
     how = {"block": block, "transposed": True, "scale_dtype": scale_dtype}
-    weights = moe.quantize(array, dtype, **how)
+    if scale_dtype == E4M3:
+        weights = jax.tree.map(jnp.asarray, nvfp4(array.shape))
+    else:
+        weights = moe.quantize(array, dtype, **how)
     if zeros is not None:
         drawn = np.random.default_rng(2).integers(-8, 8, weights.scales.shape)
         weights = moe.ScaledArray(**{**vars(weights), "zeros": jnp.asarray(drawn, zeros)})

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from triax import moe
+
 DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8"]
 PACKED = ["float4_e2m1fn", "int4"]
-E8M0 = "float8_e8m0fnu"
+E8M0, E4M3 = "float8_e8m0fnu", "float8_e4m3fn"
 
 
 def whole(block, shape):
@@ -60,6 +62,21 @@ def packed(values):
     return codes[..., ::2] + 16 * codes[..., 1::2]
 
 
+def nvfp4(shape, seed=0):
+    """Weights [..., depth, columns] of NVFP4, whose columns have global scales of their own."""
+    *lead, depth, columns = shape
+    draw = np.random.default_rng(seed)
+    scales = np.exp(draw.standard_normal((*lead, columns, -(-depth // 16))))
+    return moe.ScaledArray(
+        draw.integers(0, 256, (*lead, columns, depth // 2), np.uint8),
+        scales.astype(ml_dtypes.float8_e4m3fn),
+        block=(*(1 for _ in lead), 16, 1),
+        transposed=True,
+        packed="float4_e2m1fn",
+        global_scales=np.exp(draw.standard_normal((*lead, columns, 1))).astype(np.float32),
+    )
+
+
 def numbers(scaled):
     """The numbers in the values of a `ScaledArray`, in float64."""
     values = np.asarray(scaled.values)
@@ -87,6 +104,8 @@ def exactly(scaled):
     if scaled.zeros is not None:
         values = values - spread(np.asarray(scaled.zeros, np.float64))
     values = values * spread(np.asarray(scaled.scales, np.float64))
+    if scaled.global_scales is not None:
+        values = values * np.asarray(scaled.global_scales, np.float64)
     return np.swapaxes(values, -1, -2) if scaled.transposed else values
 
 

@@ -128,7 +128,35 @@ def test_8_bits(dtype, scale_dtype, sizes):
     assert found.scales.dtype == (scale_dtype if found.scales.dtype.itemsize == 1 else np.float32)
 
 
+HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def nvfp4(lead=(), out=OUT, depth=DEPTH):
+    scales = rng.integers(0, 127, (*lead, out, depth // 16), np.uint8)
+    return {
+        "weight": rng.integers(0, 256, (*lead, out, depth // 2), np.uint8),
+        "weight_scale": scales.view(ml_dtypes.float8_e4m3fn),
+        "weight_scale_2": np.asarray(rng.uniform(1e-5, 1e-3, lead), np.float32),
+    }
+
+
+@pytest.mark.parametrize("ones", [0, 1, 2])
+@pytest.mark.parametrize("lead", LEADS)
+def test_nvfp4(lead, ones):
+    """Bit for bit in float32: the product of number and scale is exact, and the next one rounds."""
+    weight, scale, scale_2 = nvfp4(lead).values()
+    wanted = np.empty((*lead, DEPTH, OUT), np.float32)
+    for *e, i, o in np.ndindex(*wanted.shape):
+        code = weight[(*e, o, i // 2)] >> 4 * (i % 2) & 15
+        number = HALVES[code] / 2 * scale[(*e, o, i // 16)].astype(np.float32)
+        wanted[(*e, i, o)] = number * scale_2[(*e,)]
+    found = moe.from_nvfp4(weight, scale, scale_2.reshape((*lead, *[1] * ones)))
+    assert (found.block, found.transposed) == ((*[1] * len(lead), 16, 1), True)
+    assert_same_bits(found.dequantize(), wanted)
+
+
 FUNCTIONS = {
+    "from_nvfp4": lambda: nvfp4((3,)),
     "from_mxfp4": lambda: {
         "blocks": rng.integers(0, 256, (3, OUT, 2, 16), np.uint8),
         "scales": rng.integers(0, 255, (3, OUT, 2), np.uint8),
@@ -150,7 +178,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numpy_stays_on_the_host_and_jax_gives_the_same(name):
     function, given = getattr(moe, name), FUNCTIONS[name]()
-    if name not in ("from_mxfp4", "from_8_bits"):
+    if name not in ("from_mxfp4", "from_nvfp4", "from_8_bits"):
         function = functools.partial(function, group_size=GROUP)
     on_host, traced = function(**given), jax.jit(function)(**given)
     for host, device in zip(jax.tree.leaves(on_host), jax.tree.leaves(traced), strict=True):
@@ -390,6 +418,15 @@ def test_shapes_that_do_not_match(call, message):
         (lambda: moe.from_8_bits(INT8, INT8), "`weight_scale` must be an array of float32 or"),
         (lambda: moe.from_mxfp4(A_SCALE, INT8), "`blocks` must be an array of uint8 or int8"),
         (lambda: moe.from_mxfp4(INT8, INT8), "`scales` must be an array of uint8 or float8_e8m0"),
+        (lambda: moe.from_nvfp4(INT8, INT8, A_SCALE), "`weight` must be an array of uint8; got in"),
+        (
+            lambda: moe.from_nvfp4(**nvfp4() | {"weight_scale": INT8}),
+            "`weight_scale` must be an array of float8_e4m3fn; got int8",
+        ),
+        (
+            lambda: moe.from_nvfp4(**nvfp4() | {"weight_scale_2": np.float64(1)}),
+            "`weight_scale_2` must be an array of float32; got",
+        ),
     ],
 )
 def test_types_that_are_wrong(call, message):
@@ -403,6 +440,7 @@ def of_64(name, groups=4):
     zeros, blocks = words(2, groups, 8), rng.integers(0, 127, (2, 64, 4, 16), np.uint8)
     return {
         "from_mxfp4": lambda: (blocks, blocks[..., 0]),
+        "from_nvfp4": lambda: tuple(nvfp4((2,), 64, 128).values()),
         "from_gptq": lambda: (words(2, 16, 64), zeros, scales),
         "from_awq": lambda: (words(2, 128, 8), zeros, scales),
         "from_compressed_tensors": lambda: (words(2, 64, 16), scales.mT.copy()),
@@ -413,7 +451,8 @@ def of_64(name, groups=4):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_weights_that_kernels_read_are_in_tiles(name):
     function, given = getattr(moe, name), of_64(name)
-    how = {"from_mxfp4": {}, "from_8_bits": {"block_size": (1, 32)}}.get(name, {"group_size": 32})
+    others = {"from_mxfp4": {}, "from_nvfp4": {}, "from_8_bits": {"block_size": (1, 32)}}
+    how = others.get(name, {"group_size": 32})
     found, stored = function(*given, **how), function(*given, **how, tiles=False)
     assert (found.tiled, stored.tiled) == (True, False)
     np.testing.assert_array_equal(exactly(found), exactly(stored))

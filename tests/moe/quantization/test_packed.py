@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.moe.plans.case import ready_plan
 from tests.moe.quantization.case import E8M0, PACKED
-from tests.moe.quantization.oracle import exactly
+from tests.moe.quantization.oracle import E4M3, exactly, nvfp4
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization import packing
@@ -143,6 +143,25 @@ def test_zeros_are_tiled_with_their_scales():
     np.testing.assert_array_equal(tiled.dequantize(), exactly(array))
 
 
+def test_nvfp4():
+    """Bit for bit against the definition, whose last product alone rounds; and in tiles."""
+    array = nvfp4((2, 128, 192))
+    codes = np.stack([array.values & 15, array.values >> 4], -1).reshape(2, 192, 128)
+    wanted = E2M1[codes] * np.repeat(array.scales.astype(np.float32), 16, -1)
+    wanted = (wanted * array.global_scales).swapaxes(1, 2)
+    assert_same_bits(dequantized(array), wanted)
+    assert_same_bits(array.mT[1].dequantize(), wanted[1].T)
+    tiled = array.tile()
+    assert_same_bits(tiled.global_scales, array.global_scales)
+    assert (tiled.nbytes, tiled.scales.shape) == (array.nbytes, (2, 3, 8 * 64))
+    for same in (tiled, jax.jit(moe.ScaledArray.tile)(array), pickle.loads(pickle.dumps(tiled))):
+        assert_same_bits(dequantized(same), wanted)
+        assert_same_bits(same[1:].dequantize("bfloat16"), wanted[1:].astype(jnp.bfloat16))
+        jax.tree.map(assert_same_bits, jax.tree.map(np.asarray, same.untile()), array)
+    without = dataclasses.replace(array, global_scales=None)
+    assert_same_bits(without.dequantize() * array.global_scales.swapaxes(1, 2), wanted)
+
+
 @pytest.mark.slow("many programs for one rule")
 def test_tiles_of_another_version_must_be_made_again():
     """The version is a part of the structure, and of a pickle; pickles of old tiles have none."""
@@ -245,6 +264,9 @@ def test_mistakes_in_quantize(change, error, match):
         moe.quantize(given.pop("array").astype(np.float32), given.pop("dtype"), **given)
 
 
+NVFP4 = {"packed": "float4_e2m1fn", "scales": jnp.ones((2, 9, 2), E4M3)}
+
+
 def packed(**change):
     given = {
         "values": jnp.zeros((2, 9, 8), jnp.uint8),
@@ -291,6 +313,22 @@ def packed(**change):
         ({"zeros": 8}, ArgumentTypeError, "`zeros` must be an array of int8 or float32; got 8 of"),
         ({"zeros": jnp.ones((2, 9, 2), "int32")}, ArgumentTypeError, "`zeros` .* got int32"),
         ({"zeros": jnp.ones((2, 9, 1))}, ArgumentValueError, "`zeros` must have the shape of `sca"),
+        ({"scales": jnp.ones((2, 9, 2), E4M3)}, ArgumentTypeError, "`scales` .* got float8_e4m3fn"),
+        (
+            {"global_scales": jnp.ones((2, 9, 1))},
+            ArgumentValueError,
+            "`global_scales` must be None unless scales are float8_e4m3fn; got scales of float32",
+        ),
+        (
+            NVFP4 | {"global_scales": jnp.ones((2, 9, 1), "bfloat16")},
+            ArgumentTypeError,
+            "`global_scales` must be an array of float32; got bfloat16.* Cast them",
+        ),
+        (
+            NVFP4 | {"global_scales": jnp.ones((2, 9, 2))},
+            ArgumentValueError,
+            r"`global_scales` must have shape \(2, 9, 1\), .*; got \(2, 9, 2\)",
+        ),
         (
             {"packed": "float4_e2m1fn", "zeros": jnp.ones((2, 9, 2))},
             ArgumentValueError,

@@ -19,7 +19,8 @@ from triax.moe.products.product import RaggedDot
 from triax.moe.products.row_tiles import bounded_by_group, cdiv, schedule, triton_dtype
 from triax.moe.products.thresholds import MOST_ROWS, MOST_SCHEDULED
 from triax.moe.quantization.packing import (
-    LEAST_SCALED,
+    E2M1,
+    E4M3,
     PACKED,
     TILE,
     TILED,
@@ -51,7 +52,7 @@ def needs_of_tiles(product: RaggedDot) -> str | None:
     if needed := _needs_of_operands(product):
         return needed
     w = product.right
-    scaled = None if w.has_powers else w.deep
+    scaled = None if w.codes else w.deep
     most = FewRowsOfTilesConfig.most_rows(product.target.architecture, scaled)
     if product.rows_per_group > most:
         return f"at most {most} rows for each group on average"
@@ -69,8 +70,10 @@ def _needs_of_operands(product: RaggedDot) -> str | None:
         return "weights that are stored with their depth innermost (`transposed=True`)"
     if w.zeros is not None and w.zeros.dtype != jnp.int8:  # other zeros may not fit bfloat16
         return f"zeros of int8; got {w.zeros.dtype}"
-    if w.deep is not None and w.deep % LEAST_SCALED:
-        return f"scales for a multiple of {LEAST_SCALED} along the depth; got {w.deep}"
+    if w.deep is not None and w.deep % w.least_deep:
+        return f"scales for a multiple of {w.least_deep} along the depth; got {w.deep}"
+    if w.codes == E4M3.name and (w.deep is None or w.wide != 1):
+        return "scales of float8_e4m3fn for each column and part of the depth"
     return None if w.tiled else "weights in tiles (`weights.tile()`)"
 
 
@@ -115,9 +118,9 @@ def has_many_rows(product: RaggedDot) -> bool:
 
 
 def _scales(w: Parts) -> Any:
-    """Returns the scales, as codes if they are powers of two."""
+    """Returns the scales, as codes where kernels take these."""
     scales: Any = w.scales
-    return jax.lax.bitcast_convert_type(scales, jnp.uint8) if w.has_powers else scales
+    return jax.lax.bitcast_convert_type(scales, jnp.uint8) if w.codes else scales
 
 
 def few_rows(product: RaggedDot) -> jax.Array:
@@ -127,8 +130,7 @@ def few_rows(product: RaggedDot) -> jax.Array:
     w, target, implementation = product.right, product.target, product.implementation
     num_rows, num_groups = product.num_rows, product.num_groups
     depth, columns = product.depth, product.columns
-    powers = w.has_powers
-    scaled = None if powers else w.deep
+    scaled = None if w.codes else w.deep
     config = FewRowsConfig.heuristic(
         target.architecture,
         product.rows_per_group,
@@ -147,12 +149,12 @@ def few_rows(product: RaggedDot) -> jax.Array:
     tiles_of_block = config.block_columns // TILE
     box = 1, tiles_of_block, config.block_depth // TILE * tile_rows, 32
     scales = _scales(w)
-    # MXFP4's powers multiply together with another factor.
-    is_mxfp4 = powers and w.packed == "float4_e2m1fn" and (w.deep, w.wide) == (LEAST_SCALED, 1)
-    at_once = is_mxfp4 and config.weights_left
+    # MXFP4's and NVFP4's scales multiply together with another factor.
+    is_fp4 = w.codes and w.packed == E2M1.name and (w.deep, w.wide) == (w.least_deep, 1)
+    at_once = bool(is_fp4) and config.weights_left
     if at_once:
         scales = scales.reshape(num_groups, columns // TILE, -1, TILE)
-        box_of_scales = 1, tiles_of_block, config.block_depth // LEAST_SCALED, TILE
+        box_of_scales = 1, tiles_of_block, config.block_depth // w.least_deep, TILE
         scales = TensorDescriptor.from_array(scales, box_of_scales)
     return launch(
         _few_rows_kernel,
@@ -161,6 +163,7 @@ def few_rows(product: RaggedDot) -> jax.Array:
         tiles,
         scales,
         w.zeros,
+        w.global_scales,
         product.bias,
         product.bias_weights,
         num_rows,
@@ -171,7 +174,7 @@ def few_rows(product: RaggedDot) -> jax.Array:
         config=config,
         backend_options={"maxnreg": config.registers} if config.registers else None,
         PACKED=w.packed,
-        POWERS=powers,
+        CODES=w.codes,
         AT_ONCE=at_once,
         implementation=implementation,
         DTYPE=triton_dtype(product.options.dtype),
@@ -185,7 +188,7 @@ def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
     from triax.moe.products.few_rows_tiles_kernels import _few_rows_of_tiles_kernel
 
     w, groups, implementation = product.right, product.groups, product.implementation
-    num_rows, num_groups, powers = product.num_rows, product.num_groups, w.has_powers
+    num_rows, num_groups = product.num_rows, product.num_groups
     column_tiles, in_use = w.columns // TILE, min(num_groups, num_rows)
     num_tiles = in_use * column_tiles
     config = FewRowsOfTilesConfig.heuristic(
@@ -193,8 +196,8 @@ def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
         product.rows_per_group,
         num_tiles,
         product.depth,
-        powers=powers,
-        in_sum=w.deep is not None and not powers,
+        powers=w.codes is not None,
+        in_sum=w.deep is not None and w.codes is None,
         eight=w.has_8_bits,
     )
     is_small = max(num_rows, num_groups) <= MOST_SCHEDULED
@@ -211,6 +214,7 @@ def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
         groups.first_row if in_programs else None,
         _scales(w),
         w.zeros,
+        w.global_scales,
         product.bias,
         product.bias_weights,
         num_rows,
@@ -220,7 +224,7 @@ def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
         grid=(cdiv(num_rows, config.block_rows) + in_use) * column_tiles,
         config=config,
         PACKED=w.packed,
-        POWERS=powers,
+        CODES=w.codes,
         NUM_GROUPS=num_groups if in_programs else 0,
         implementation=implementation,
         DTYPE=triton_dtype(product.options.dtype),
@@ -267,7 +271,7 @@ def widen(
     from triax.moe.products.widening_kernels import _widen_kernel
 
     w = parts(weights)
-    suitable = weights.transposed and (w.deep or LEAST_SCALED) % LEAST_SCALED == 0
+    suitable = weights.transposed and (w.deep or w.least_deep) % w.least_deep == 0
     is_apart = weights.dtype not in PACKED and w.deep is None and not scaled
     if not suitable or not weights.size or weights.dtype.name not in TILED:
         return parts(weights.untile()) if is_apart else Parts(widened(weights, dtype))
@@ -280,6 +284,7 @@ def widen(
         values,
         None if is_apart else _scales(w),
         w.zeros,
+        w.global_scales,
         columns,
         depth,
         out_type=jax.ShapeDtypeStruct((num_groups, columns, depth), dtype),
@@ -288,7 +293,7 @@ def widen(
         BLOCK_DEPTH=_WIDENED_DEPTH,
         PACKED=weights.dtype.name,
         TILED=w.tiled,
-        POWERS=w.has_powers,
+        CODES=w.codes,
         SCALE_COLUMNS=w.wide or (None if is_apart else columns),
         SCALE_DEPTH=w.deep,
         implementation=implementation,

@@ -26,15 +26,26 @@ from triax.moe.products.unpacking_kernels import (
     _POWER_DEPTH,
     _base,
     _codes_in_tiles,
+    _each_e4m3,
     _first_of,
     _from_tiles,
     _loaded_tiles,
+    _of_e4m3,
     _of_part,
     _of_parts,
     _powers_at_once,
     _powers_of_two,
     _scales,
 )
+
+
+@triton.jit
+def _of_codes(codes, CODES: tl.constexpr):
+    """Returns scales in bfloat16, times 2**-7 if they are of e4m3."""
+    if CODES == "float8_e4m3fn":
+        return _of_e4m3(codes)
+    else:
+        return _powers_of_two(codes)
 
 
 @triton.jit
@@ -53,6 +64,7 @@ def _few_rows_kernel(
     tiles_ptr,
     group_scales_ptr,
     zeros_ptr,
+    global_scales_ptr,
     bias_ptr,
     bias_weights_ptr,
     num_rows,
@@ -63,7 +75,7 @@ def _few_rows_kernel(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
     PACKED: tl.constexpr,
-    POWERS: tl.constexpr,
+    CODES: tl.constexpr,
     WEIGHTS_LEFT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -79,17 +91,20 @@ def _few_rows_kernel(
     E4M3: tl.constexpr = PACKED == "float8_e4m3fn"
     TILE_ROWS: tl.constexpr = 32 if E4M3 or PACKED == "int8" else 16  # of 32 words
     # IN_SUM: a block's product is scaled before it is added. HALVES: so is that of each half of a
-    # block, because each has its own scale and zero. PART: a depth with one power and one zero.
-    IN_SUM: tl.constexpr = SCALE_DEPTH is not None and not POWERS
+    # block, because each has its own scale and zero. PART: a depth with one code and one zero.
+    IN_SUM: tl.constexpr = SCALE_DEPTH is not None and CODES is None
+    E4M3_SCALES: tl.constexpr = CODES == "float8_e4m3fn"
     HALVES: tl.constexpr = IN_SUM and SCALE_DEPTH % BLOCK_DEPTH != 0
     HALF: tl.constexpr = BLOCK_DEPTH // 2
-    PART: tl.constexpr = _POWER_DEPTH if POWERS else BLOCK_DEPTH
+    PART: tl.constexpr = BLOCK_DEPTH if CODES is None else 16 if E4M3_SCALES else _POWER_DEPTH
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
     BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
-    IN_TILES: tl.constexpr = 2 if HALVES else max(PARTS, BLOCK_DEPTH // 64)
+    OF_TILES: tl.constexpr = max(PARTS // 2 if E4M3_SCALES else PARTS, BLOCK_DEPTH // 64)
+    IN_TILES: tl.constexpr = 2 if HALVES else OF_TILES
     STEP: tl.constexpr = 64 if SCALE_COLUMNS == 1 and SCALE_DEPTH is not None else 1
     order = tl.arange(0, BLOCK_COLUMNS)
-    base = _base(tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32)), E4M3, PACKED)
+    hidden = tl.load(tiles_ptr + tl.zeros([1, 1], tl.int32))
+    base = _base(hidden, E4M3, PACKED)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
         column = column_tile * BLOCK_COLUMNS
@@ -98,14 +113,16 @@ def _few_rows_kernel(
         )
         if group_scales_ptr is not None:
             of_columns = group_scales_ptr, group, column, order, num_columns
-        if POWERS or HALVES or zeros_ptr is not None:
+        if CODES is not None or HALVES or zeros_ptr is not None:
             columns = column + order
             known = columns < num_columns
             at = _first_of(group, columns, num_columns, depth, SCALE_COLUMNS, BLOCK, STEP)
             # Scales and zeros are loaded one step ahead, while the step's weights are multiplied.
-            if AT_ONCE:
+            if AT_ONCE and E4M3_SCALES:
+                seen = tl.zeros([BLOCK_COLUMNS // 64, PARTS, 8, 4], tl.int32)
+            elif AT_ONCE:
                 seen = tl.zeros([BLOCK_COLUMNS // 64, PARTS, 8, 4, 2], tl.uint8)
-            elif POWERS:
+            elif CODES is not None:
                 codes = _of_parts(group_scales_ptr + at, known, 0, depth, PARTS, PART, BLOCK, STEP)
             if HALVES:
                 scale = _scales(*of_columns, 0, depth, SCALE_COLUMNS, SCALE_DEPTH, STEP, True)
@@ -122,23 +139,29 @@ def _few_rows_kernel(
             x = x.reshape(BLOCK_ROWS, HALF if HALVES else BLOCK_DEPTH)
             after = start + BLOCK_DEPTH
             less = None
-            powers = None
+            factors = None
             if not HALVES:
                 if zeros_ptr is not None:
                     less = zeros.to(tl.bfloat16)
                     zeros = _of_parts(zeros_ptr + at, known, after, depth, PARTS, PART, BLOCK, STEP)
                 if AT_ONCE:
                     codes = _codes_in_tiles(
-                        group_scales_ptr, group, column, start, BLOCK_COLUMNS, PARTS
+                        group_scales_ptr, group, column, start, BLOCK_COLUMNS, PARTS, PART
                     )
-                    seen |= codes
-                    powers = _powers_at_once(codes)
-                elif POWERS:
-                    powers = _powers_of_two(codes)
+                    if E4M3_SCALES:
+                        first, second = codes.to(tl.int32).split()
+                        codes = first | (second << 16)
+                        seen |= codes | (codes + 0x00010001)
+                        factors = _each_e4m3(codes << 4)
+                    else:
+                        seen |= codes
+                        factors = _powers_at_once(codes)
+                elif CODES is not None:
+                    factors = _of_codes(codes, CODES)
                     codes = _of_parts(
                         group_scales_ptr + at, known, after, depth, PARTS, PART, BLOCK, STEP
                     )
-                w = _from_tiles(w, base, less, powers, PACKED, True)
+                w = _from_tiles(w, base, less, factors, PACKED, True)
             if not IN_SUM:
                 if WEIGHTS_LEFT:
                     total = tl.dot(w, x.T, total)
@@ -167,6 +190,8 @@ def _few_rows_kernel(
                 total = _plus(total, w, x, now, WEIGHTS_LEFT)
                 total = _plus(total, w_2, x_2, now_2, WEIGHTS_LEFT)
         if AT_ONCE:
+            if E4M3_SCALES:
+                seen = tl.where((seen & 0x00800080) != 0, 128, 0)
             if tl.max(seen.to(tl.int32)) >= 128:  # some code has its highest bit: a power >= 2
                 total = tl.zeros_like(total)
                 for start in tl.range(0, depth, BLOCK_DEPTH, num_stages=1):
@@ -175,10 +200,10 @@ def _few_rows_kernel(
                     x = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start])
                     x = x.reshape(BLOCK_ROWS, BLOCK_DEPTH)
                     codes = _codes_in_tiles(
-                        group_scales_ptr, group, column, start, BLOCK_COLUMNS, PARTS
+                        group_scales_ptr, group, column, start, BLOCK_COLUMNS, PARTS, PART
                     )
-                    powers = _powers_of_two(codes)
-                    w = _from_tiles(w, base, None, powers, PACKED, True)
+                    factors = _of_codes(codes, CODES)
+                    w = _from_tiles(w, base, None, factors, PACKED, True)
                     total = tl.dot(w, x.T, total)
         if WEIGHTS_LEFT:
             total = total.T
@@ -188,8 +213,13 @@ def _few_rows_kernel(
         if E4M3:
             total *= 8 / 9
             total += total - total  # infinite sums become NaN
-        if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:
+        if group_scales_ptr is not None and SCALE_DEPTH is None and CODES is None:
             total *= _scales(*of_columns, 0, depth, SCALE_COLUMNS, None, 1)[None, :]
+        if E4M3_SCALES:
+            total *= 128.0
+        if global_scales_ptr is not None:
+            of_all = global_scales_ptr, group, column, order, num_columns
+            total *= _scales(*of_all, 0, depth, 1, None, 1)[None, :]
         which = row + tl.arange(0, BLOCK_ROWS)
         inside = which < end
         if bias_ptr is not None:

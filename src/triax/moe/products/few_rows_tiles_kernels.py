@@ -12,8 +12,9 @@ neighbours that a thread's words hold.
 Row tiles are those of ragged_dot's schedule. With few rows each program finds its own from the
 sizes of groups, which takes less time than a launch.
 
-Scales and zeros of single columns are in the order of `packing.tile_scales`. Powers of two, and
-zeros, are applied to the widened weights, which is exact. Other scales multiply float32 sums.
+Scales and zeros of single columns are in the order of `packing.tile_scales`. Scales of 8 bits, as
+CODES of their dtype, and zeros are applied to the widened weights, which is exact in bfloat16.
+Other scales multiply float32 sums. Scales of e4m3 are for 16 of the depth or more, in tiles.
 """
 
 import triton
@@ -22,6 +23,10 @@ import triton.language as tl
 from triax.moe.products.any_gpu_kernels import _store_zeros, _tile
 from triax.moe.products.unpacking_kernels import (
     _base,
+    _bytes_of,
+    _e4m3_at_once,
+    _of_e4m3,
+    _of_threads,
     _powers_at_once,
     _scales,
     _two_columns,
@@ -29,7 +34,8 @@ from triax.moe.products.unpacking_kernels import (
 )
 
 _TILE = tl.constexpr(64)  # a tile's columns, and its depth
-_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it
+_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it,
+_PART_OF_E4M3 = tl.constexpr(16)  # or this, if it is of e4m3
 
 
 @triton.jit
@@ -71,13 +77,13 @@ def _of_columns(parts):
 def _of_words(parts):
     """Returns the values of both columns of each word, from [SPLIT, parts, 8, 4, 2]."""
     first, second = parts.permute(0, 3, 2, 1, 4).split()
-    shape: tl.constexpr = (4 * parts.shape[0], 8, parts.shape[1], 1, 1)
-    return first.reshape(shape), second.reshape(shape)
+    WARPS: tl.constexpr = 4 * parts.shape[0]
+    return _of_threads(first, WARPS, 2), _of_threads(second, WARPS, 2)
 
 
 @triton.jit
-def _widened(w, base, zeros, powers, PACKED: tl.constexpr):
-    """Widens words to bfloat16 [SPLIT, columns, depth], minus zeros and times powers."""
+def _widened(w, base, zeros, scales, PACKED: tl.constexpr):
+    """Widens words to bfloat16 [SPLIT, columns, depth], minus zeros and times scales."""
     SPLIT: tl.constexpr = w.shape[0]
     E2M1: tl.constexpr = PACKED == "float4_e2m1fn"
     if w.shape[1] == 1024:
@@ -87,16 +93,16 @@ def _widened(w, base, zeros, powers, PACKED: tl.constexpr):
         return w.permute(0, 6, 1, 2, 3, 4, 5).reshape(SPLIT, _TILE, _TILE)
     else:
         zeros_2 = None
-        powers_2 = None
+        scales_2 = None
         if zeros is not None:
             zeros, zeros_2 = _of_words(zeros)
-        if powers is not None:
-            powers, powers_2 = _of_words(powers)
+        if scales is not None:
+            scales, scales_2 = _of_words(scales)
         w = w.reshape(4 * SPLIT, 8, 4, 2, 2).permute(0, 1, 3, 2, 4)
-        a = _two_of_eight(w, base, 0, zeros, powers, E2M1)
-        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1)
-        c = _two_of_eight(w, base, 2, zeros, powers, E2M1)
-        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1)
+        a = _two_of_eight(w, base, 0, zeros, scales, E2M1)
+        b = _two_of_eight(w, base, 1, zeros_2, scales_2, E2M1)
+        c = _two_of_eight(w, base, 2, zeros, scales, E2M1)
+        d = _two_of_eight(w, base, 3, zeros_2, scales_2, E2M1)
         # Warps' columns, rows of threads, parts, threads, words, neighbours, columns, depths.
         w = tl.join(tl.join(a, b), tl.join(c, d))
         return w.permute(0, 6, 1, 2, 3, 4, 7, 5).reshape(SPLIT, _TILE, _TILE)
@@ -111,10 +117,17 @@ def _halves(array):
 
 @triton.jit
 def _parts(pointers, steps, depth, PARTS: tl.constexpr, DEEP: tl.constexpr, STEP: tl.constexpr):
-    """Loads scales or zeros for PARTS parts of each step: [SPLIT, PARTS, 8, 4, 2]."""
-    start = steps[:, None] * _TILE + tl.arange(0, PARTS)[None, :] * _PART
+    """Loads scales or zeros for PARTS parts of each step: [SPLIT, PARTS, 8, 4, 2].
+
+    Those of e4m3 are words of four, [SPLIT, PARTS, 8, 2], for four parts.
+    """
+    PART: tl.constexpr = _PART_OF_E4M3 if PARTS == 4 else _PART
+    start = steps[:, None] * _TILE + tl.arange(0, PARTS)[None, :] * PART
     parts = tl.load(pointers[None, None, :] + (start // DEEP * STEP)[:, :, None])
-    return parts.reshape(steps.shape[0], PARTS, 8, 4, 2)
+    if PARTS == 4:
+        return parts.reshape(steps.shape[0], PARTS, 8, 2)
+    else:
+        return parts.reshape(steps.shape[0], PARTS, 8, 4, 2)
 
 
 @triton.jit
@@ -126,48 +139,59 @@ def _sums(
     steps,
     PACKED: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
-    POWERS: tl.constexpr,
+    CODES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Returns a tile's sums, [SPLIT, columns, rows], and the or of its codes of powers.
+    """Returns a tile's sums, [SPLIT, columns, rows], and the or of its CODES of scales.
 
-    POWERS is 0 without powers. 1 multiplies by 2**126 and a power at once, which is right for codes
-    below 128. 2 multiplies twice, and returns the largest codes instead.
+    AT_ONCE multiplies by 2**126 and a scale at once, which is right for codes below 128: of e4m3,
+    whose scales are taken as 2**-7 of theirs, below 127. Then some code that is returned is 128 or
+    more. Otherwise weights are multiplied twice.
     """
     first_step, steps_of_part, num_steps, depth, base = steps
     SPLIT: tl.constexpr = first_step.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     # IN_SUM: products are scaled before they are added. PARTS of a step have a scale each.
-    IN_SUM: tl.constexpr = SCALE_DEPTH is not None and POWERS == 0
+    IN_SUM: tl.constexpr = SCALE_DEPTH is not None and CODES is None
+    E4M3: tl.constexpr = CODES == "float8_e4m3fn"
     DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH
-    PARTS: tl.constexpr = 2 if POWERS > 0 or DEEP % _TILE != 0 else 1
+    PARTS: tl.constexpr = 4 if E4M3 else 2 if CODES is not None or DEEP % _TILE != 0 else 1
     total = tl.zeros([SPLIT, _TILE, rows.shape[1]], tl.float32)
-    seen = tl.zeros([SPLIT, PARTS, 8, 4, 2], tl.int32 if POWERS == 1 else tl.int16)
+    if E4M3 and AT_ONCE:
+        seen = tl.zeros([SPLIT, PARTS, 8, 2], tl.int32)
+    else:
+        seen = tl.zeros([SPLIT, PARTS, 8, 4, 2], tl.int32 if AT_ONCE else tl.int16)
     for step in tl.range(0, steps_of_part, num_stages=STAGES):
         at = tl.minimum(first_step + step, num_steps - 1)
         inside = first_step + step < num_steps
         w = tl.load(words + at[:, None] * WORDS)
         x = tl.load(rows + at[:, None, None] * _TILE, mask=inside[:, None, None], other=0.0)
         zeros = None
-        powers = None
+        of_weights = None
         if zeros_at is not None:
             zeros = _parts(zeros_at, at, depth, 2, DEEP, STEP).to(tl.bfloat16)
         if scales_at is not None:
             scales = _parts(scales_at, at, depth, PARTS, DEEP, STEP)
             if IN_SUM:
                 scales = scales.to(tl.float32)
-        if POWERS == 1:
+        if E4M3 and AT_ONCE:
+            seen |= scales | (scales + 0x01010101)
+            of_weights = _e4m3_at_once(scales, base)
+        elif E4M3:
+            of_weights = _of_e4m3(_bytes_of(scales))
+        elif AT_ONCE:
             codes = scales.to(tl.int32)
             seen |= codes
-            powers = _powers_at_once(codes)
-        elif POWERS == 2:
+            of_weights = _powers_at_once(codes)
+        elif CODES is not None:
             codes = scales.to(tl.int16)
             seen = tl.maximum(seen, codes)
             # 2**-127 is subnormal, and infinity for 255 is overwritten at the end.
-            powers = tl.maximum(codes << 7, 64 + tl.zeros_like(codes))
-            powers = powers.to(tl.bfloat16, bitcast=True)
-        w = _widened(w, base, zeros, powers, PACKED)
+            of_weights = tl.maximum(codes << 7, 64 + tl.zeros_like(codes))
+            of_weights = of_weights.to(tl.bfloat16, bitcast=True)
+        w = _widened(w, base, zeros, of_weights, PACKED)
         if not IN_SUM:
             total = tl.dot(w, x.permute(0, 2, 1), total)
         elif PARTS == 1:
@@ -178,7 +202,9 @@ def _sums(
             x, x_2 = _halves(x)
             total += tl.dot(w, x.permute(0, 2, 1)) * _of_columns(scale)
             total += tl.dot(w_2, x_2.permute(0, 2, 1)) * _of_columns(scale_2)
-    if POWERS == 2:
+    if E4M3 and AT_ONCE:
+        seen = tl.where((seen & -0x7F7F7F80) != 0, 128, 0)
+    elif CODES is not None and not AT_ONCE and not E4M3:
         total += tl.where(_of_columns(tl.max(seen, 1)) == 255, float("nan"), 0.0)
     return total, seen
 
@@ -192,6 +218,7 @@ def _few_rows_of_tiles_kernel(
     first_row_ptr,
     group_scales_ptr,
     zeros_ptr,
+    global_scales_ptr,
     bias_ptr,
     bias_weights_ptr,
     num_rows,
@@ -202,7 +229,7 @@ def _few_rows_of_tiles_kernel(
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
     PACKED: tl.constexpr,
-    POWERS: tl.constexpr,
+    CODES: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -235,10 +262,11 @@ def _few_rows_of_tiles_kernel(
     WORDS: tl.constexpr = 1024 if E4M3 or PACKED == "int8" else 512  # of a tile
     DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH
     IN_TILES: tl.constexpr = SCALE_DEPTH is not None and SCALE_COLUMNS == 1
-    STEP: tl.constexpr = _TILE if IN_TILES else 1
-    FIRST: tl.constexpr = (1 if PACKED == "float4_e2m1fn" else 2) if POWERS else 0  # of `_sums`
+    E4M3_SCALES: tl.constexpr = CODES == "float8_e4m3fn"  # which are loaded as words
+    STEP: tl.constexpr = _TILE // 4 if E4M3_SCALES else _TILE if IN_TILES else 1
+    AT_ONCE: tl.constexpr = CODES is not None and PACKED == "float4_e2m1fn"
     # Weights depend on a load of 8 bits.
-    base = _base(hidden, E4M3, PACKED)
+    base = _base(hidden, E4M3 or E4M3_SCALES, PACKED)
     num_steps = depth // _TILE
     steps_of_part = tl.cdiv(num_steps, SPLIT)
     first_step = tl.arange(0, SPLIT) * steps_of_part
@@ -262,26 +290,54 @@ def _few_rows_of_tiles_kernel(
             of_columns *= tl.cdiv(depth, DEEP)
         scales_at = None
         zeros_at = None
-        if SCALE_DEPTH is not None or POWERS:
+        if SCALE_DEPTH is not None or CODES is not None:
             scales_at = group_scales_ptr + of_columns
+        if E4M3_SCALES:
+            scales_at = group_scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+            scales_at += tile_at * tl.cdiv(depth, DEEP) * STEP + tl.arange(0, STEP)
         if zeros_ptr is not None:
             zeros_at = zeros_ptr + of_columns
         steps = first_step, steps_of_part, num_steps, depth, base
         total, codes = _sums(
-            words, rows, scales_at, zeros_at, steps, PACKED, SCALE_DEPTH, FIRST, STEP, STAGES
+            words,
+            rows,
+            scales_at,
+            zeros_at,
+            steps,
+            PACKED,
+            SCALE_DEPTH,
+            CODES,
+            AT_ONCE,
+            STEP,
+            STAGES,
         )
-        if FIRST == 1:
-            if tl.max(codes) >= 128:  # some code has its highest bit: a power >= 2
+        if AT_ONCE:
+            if tl.max(codes) >= 128:  # a power >= 2; or an e4m3 scale that is NaN or negative
                 total, _ = _sums(
-                    words, rows, scales_at, zeros_at, steps, PACKED, SCALE_DEPTH, 2, STEP, 1
+                    words,
+                    rows,
+                    scales_at,
+                    zeros_at,
+                    steps,
+                    PACKED,
+                    SCALE_DEPTH,
+                    CODES,
+                    False,
+                    STEP,
+                    1,
                 )
         total = tl.sum(total, 0).T
+        if E4M3_SCALES:
+            total *= 128.0
         if E4M3:
             total *= 8 / 9
             total += total - total  # infinite sums become NaN
-        if group_scales_ptr is not None and SCALE_DEPTH is None and not POWERS:
+        if group_scales_ptr is not None and SCALE_DEPTH is None and CODES is None:
             of_tile = group_scales_ptr, group, column_tile * _TILE, order, num_columns
             total *= _scales(*of_tile, 0, depth, SCALE_COLUMNS, None, 1)[None, :]
+        if global_scales_ptr is not None:
+            of_tile = global_scales_ptr, group, column_tile * _TILE, order, num_columns
+            total *= _scales(*of_tile, 0, depth, 1, None, 1)[None, :]
         inside = which < end
         if bias_ptr is not None:
             addend = tl.load(bias_ptr + group.to(tl.int64) * num_columns + columns)

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.quantization.packing import E8M0, PACKED, TILE, TILED
+from triax.moe.quantization.packing import (
+    E4M3,
+    E8M0,
+    PACKED,
+    TILE,
+    TILED,
+    least_scaled,
+)
 from triax.moe.quantization.scaled import ScaledArray, check, stored_block, swapped
 from triax.moe.shared import arguments
 from triax.moe.shared.blocks import power_of_two
@@ -31,7 +38,7 @@ class Parts(NamedTuple):
       scales: None, [rows], [groups] or [groups, columns]; scales of blocks as they are stored.
       deep: how much of the depth shares a scale; None for all of it.
       wide: how many columns of weights share a scale; None for all of them.
-      zeros, packed, tiled: as in `ScaledArray`.
+      zeros, packed, tiled, global_scales: as in `ScaledArray`.
     """
 
     values: jax.Array
@@ -41,6 +48,7 @@ class Parts(NamedTuple):
     zeros: jax.Array | None = None
     packed: str | None = None
     tiled: bool = False
+    global_scales: jax.Array | None = None
 
     @property
     def columns(self) -> int:
@@ -48,9 +56,18 @@ class Parts(NamedTuple):
         return self.values.shape[1] * (TILE if self.tiled else 1)
 
     @property
-    def has_powers(self) -> bool:
-        """Whether scales are powers of two, which multiply packed numbers during unpacking."""
-        return self.packed is not None and self.scales is not None and self.scales.dtype == E8M0
+    def codes(self) -> str | None:
+        """The dtype of scales of 8 bits, by which packed numbers are multiplied when unpacked.
+
+        The products are exact in bfloat16. Kernels take such scales as codes.
+        """
+        in_8_bits = self.packed and self.scales is not None and self.scales.dtype in (E8M0, E4M3)
+        return self.scales.dtype.name if in_8_bits else None
+
+    @property
+    def least_deep(self) -> int:
+        """Divides the depth of every block with a scale, in weights that kernels read."""
+        return least_scaled(self.scales)
 
     @property
     def has_8_bits(self) -> bool:
@@ -68,12 +85,12 @@ def parts(operand: Any) -> Parts:
         scales = scales.astype(jnp.float32)
         if deep is None:
             scales = scales.reshape([n for axis, n in enumerate(scales.shape) if n > 1 or not axis])
-    more = operand.zeros, operand.packed, operand.tiled
+    more = operand.zeros, operand.packed, operand.tiled, operand.global_scales
     return Parts(operand.values, scales, deep, wide, *more)
 
 
 def dims(operand: Any, of_values: str) -> list[str]:
-    """Returns the dimensions of each array of an operand: values, scales and zeros.
+    """Returns the dimensions of each array of an operand: values, scales, zeros, global scales.
 
     A dimension has the letter `_` if all of its elements share a scale.
     """
@@ -82,7 +99,9 @@ def dims(operand: Any, of_values: str) -> list[str]:
     blocks = zip(of_values, _shared(operand), strict=True)
     of_scales = "".join("_" if of is None else dim for dim, of in blocks)
     of_values += "_" * operand.tiled
-    return [of_values, of_scales, of_scales][: len(jax.tree.leaves(operand))]
+    of_zeros = [of_scales] * (operand.zeros is not None)
+    of_all = [f"{of_scales[:-1]}_"] * (operand.global_scales is not None)
+    return [of_values, of_scales, *of_zeros, *of_all]
 
 
 def pieces(operands: Iterable[tuple[Any, str]]) -> dict[str, int]:

@@ -107,10 +107,8 @@ def _in(dtype: Any, weights: Any, call: Call) -> Any:
     if weights.tiled:
         return dequantize_tiles.of(call.implementation, dtype=dtype)(weights)
     # Explicit axes may shard values and scales differently.
-    parts: Any = {"scales": explicit.gathered(weights.scales)}
-    if weights.zeros is not None:
-        parts["zeros"] = explicit.gathered(weights.zeros)
-    return widened(dataclasses.replace(weights, **parts), dtype)
+    gathered: Any = jax.tree.map(explicit.gathered, weights)
+    return widened(dataclasses.replace(gathered, values=weights.values), dtype)
 
 
 def _of_bias(

@@ -79,12 +79,12 @@ def _times(pairs, factors):
 
 
 @triton.jit
-def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexpr):
-    """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `powers`.
+def _two_of_eight(words, base, S: tl.constexpr, zeros, scales, E2M1: tl.constexpr):
+    """Returns numbers S and S + 4 of words as bfloat16, minus `zeros` and times `scales`.
 
-    Powers are of bfloat16, or words with 2**126 times the power in both halves.
+    Scales are of bfloat16, or words with 2**126 times the scale in both halves.
     """
-    AT_ONCE: tl.constexpr = powers is not None and powers.dtype == tl.int32
+    AT_ONCE: tl.constexpr = scales is not None and scales.dtype == tl.int32
     if E2M1:
         if S < 3:
             bits = words.to(tl.uint32, bitcast=True)
@@ -94,7 +94,7 @@ def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexp
         else:
             bits = ((words & 0x001B001B) * 0x1084) & -0x7E3F7E40
         if AT_ONCE:
-            low, high = _pair(_times(bits, powers))
+            low, high = _pair(_times(bits, scales))
         else:
             low, high = _pair(bits)
             low *= _constant(_UP_E2M1)
@@ -107,9 +107,9 @@ def _two_of_eight(words, base, S: tl.constexpr, zeros, powers, E2M1: tl.constexp
     if zeros is not None:
         low -= zeros
         high -= zeros
-    if powers is not None and not AT_ONCE:
-        low *= powers
-        high *= powers
+    if scales is not None and not AT_ONCE:
+        low *= scales
+        high *= scales
     return tl.join(low, high)
 
 
@@ -138,7 +138,7 @@ def _two_columns(words, base, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _from_tiles(w, base, zeros, powers, PACKED: tl.constexpr, OPERAND: tl.constexpr):
+def _from_tiles(w, base, zeros, scales, PACKED: tl.constexpr, OPERAND: tl.constexpr):
     """Unpacks words from `_loaded_tiles` to bfloat16 [columns, depth].
 
     As an OPERAND the depth is in the order of tensor cores, otherwise that of parts of 32, which
@@ -152,15 +152,15 @@ def _from_tiles(w, base, zeros, powers, PACKED: tl.constexpr, OPERAND: tl.conste
         return w.permute(0, 1, 7, 2, 3, 5, 4, 6).reshape(COLUMNS, w.numel // COLUMNS)
     else:
         zeros_2 = None
-        powers_2 = None
+        scales_2 = None
         if zeros is not None:
             zeros, zeros_2 = _of_two_columns(zeros, COLUMNS, PARTS)
-        if powers is not None:
-            powers, powers_2 = _of_two_columns(powers, COLUMNS, PARTS)
-        a = _two_of_eight(w, base, 0, zeros, powers, E2M1)
-        b = _two_of_eight(w, base, 1, zeros_2, powers_2, E2M1)
-        c = _two_of_eight(w, base, 2, zeros, powers, E2M1)
-        d = _two_of_eight(w, base, 3, zeros_2, powers_2, E2M1)
+        if scales is not None:
+            scales, scales_2 = _of_two_columns(scales, COLUMNS, PARTS)
+        a = _two_of_eight(w, base, 0, zeros, scales, E2M1)
+        b = _two_of_eight(w, base, 1, zeros_2, scales_2, E2M1)
+        c = _two_of_eight(w, base, 2, zeros, scales, E2M1)
+        d = _two_of_eight(w, base, 3, zeros_2, scales_2, E2M1)
         w = tl.join(tl.join(a, b), tl.join(c, d))
         if OPERAND:
             w = w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6)
@@ -173,15 +173,31 @@ def _from_tiles(w, base, zeros, powers, PACKED: tl.constexpr, OPERAND: tl.conste
 def _of_two_columns(parts, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
     """Returns what belongs to each of the two columns, 8 apart, that a word of a tile has.
 
-    `parts` are of columns [COLUMNS, PARTS or fewer], or in tiles (`_codes_in_tiles`).
+    `parts` are of columns [COLUMNS, 2 · PARTS, PARTS or fewer], or in tiles (`_codes_in_tiles`).
     """
     if len(parts.shape) == 5:
         first, second = parts.permute(0, 3, 2, 1, 4).split()
     else:
-        parts = _for_words(parts, COLUMNS, PARTS).reshape(COLUMNS // 64, 4, 2, 8, PARTS)
+        ALL: tl.constexpr = max(PARTS, parts.shape[1])
+        parts = _for_words(parts, COLUMNS, ALL).reshape(COLUMNS // 64, 4, 2, 8, ALL)
         first, second = parts.permute(0, 1, 3, 4, 2).split()
-    shape: tl.constexpr = (COLUMNS // 64, 4, 8, PARTS, 1, 1)
+    first = _of_threads(first, COLUMNS // 16, PARTS)
+    second = _of_threads(second, COLUMNS // 16, PARTS)
+    shape: tl.constexpr = (COLUMNS // 64, 4, 8, PARTS, first.shape[3], 1)
     return first.reshape(shape), second.reshape(shape)
+
+
+@triton.jit
+def _of_threads(parts, WARPS: tl.constexpr, PARTS: tl.constexpr):
+    """Returns values of parts as [warps, rows, PARTS, threads, 1], for all threads if alike.
+
+    Each half of a row's four threads has a half of the 32 neighbours of a part.
+    """
+    if parts.numel == WARPS * 8 * PARTS:
+        return parts.reshape(WARPS, 8, PARTS, 1, 1)
+    else:
+        parts = parts.reshape(WARPS, 8, PARTS, 2, 1)
+        return tl.broadcast_to(parts, (WARPS, 8, PARTS, 2, 2)).reshape(WARPS, 8, PARTS, 4, 1)
 
 
 @triton.jit
@@ -191,6 +207,64 @@ def _powers_of_two(codes):
     # 2**-127 is subnormal.
     bits = tl.where((codes == 0) | (codes == 255), bits | 64, bits)
     return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _of_e4m3(codes):
+    """Returns 2**-7 times the numbers of e4m3 codes, in bfloat16."""
+    codes = codes.to(tl.int16)
+    size = codes & 0x7F
+    number = (size << 4).to(tl.bfloat16, bitcast=True) * _constant(2.0**113)
+    bits = number.to(tl.int16, bitcast=True) | ((codes & 0x80) << 8)
+    bits = tl.where(size == 0x7F, 0x7FC0, bits.to(tl.int32)).to(tl.int16)
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _bytes_of(words):
+    """Returns the codes in words [N, parts, 8, 2] of `packing.tile_scales`: [N, parts, 8, 4, 2]."""
+    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
+    odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
+    return tl.join(even, odd).reshape(words.shape[0], words.shape[1], 8, 4, 2)
+
+
+@triton.jit
+def _e4m3_at_once(words, base):
+    """Returns words with 2**119 times each e4m3 number of words, twice: [N, parts, 8, 4, 2].
+
+    Right for codes from 0 to 126. The words [N, parts, 8, 2] are in the order of
+    `packing.tile_scales`: even bytes are of the first of two columns. `base` is from `_base`.
+    """
+    shape: tl.constexpr = (words.shape[0], words.shape[1], 8, 4)
+    evens = _each_e4m3((words << 4) & base).reshape(shape)
+    return tl.join(evens, _each_e4m3((words >> 4) & base).reshape(shape))
+
+
+@triton.jit
+def _each_e4m3(pairs):
+    """Returns words with 2**119 times each of two e4m3 numbers, twice: [..., 2].
+
+    The numbers' bits, without their signs, are where each half of a word has those of bfloat16.
+    """
+    pairs = _times(pairs, tl.full([1], 0x7F007F00, tl.int32))  # 2**127
+    pairs = _times(pairs, tl.full([1], 0x77807780, tl.int32))  # 2**112
+    low = tl.inline_asm_elementwise(
+        "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}",
+        "=r,r",
+        [pairs],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    high = tl.inline_asm_elementwise(
+        "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}",
+        "=r,r",
+        [pairs],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return tl.join(low, high)
 
 
 @triton.jit
@@ -255,12 +329,20 @@ def _of_parts(
 
 
 @triton.jit
-def _codes_in_tiles(scales, group, column, start, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """Loads codes of powers in the order of `packing.tile_scales`: [COLUMNS / 64, PARTS, 8, 4, 2].
+def _codes_in_tiles(
+    scales,
+    group,
+    column,
+    start,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Loads codes of scales in the order of `packing.tile_scales`: [COLUMNS / 64, PARTS, 8, 4, 2].
 
     `scales` describes [groups, tiles of columns, parts of the depth, 64].
     """
-    codes = scales.load([group, column // 64, start // _POWER_DEPTH, 0])
+    codes = scales.load([group, column // 64, start // PART, 0])
     return codes.reshape(COLUMNS // 64, PARTS, 8, 4, 2)
 
 

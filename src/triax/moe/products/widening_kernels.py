@@ -15,7 +15,8 @@ from triax.moe.products.unpacking_kernels import (
 )
 
 _COLUMNS = tl.constexpr(64)
-_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it
+_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it,
+_PART_OF_E4M3 = tl.constexpr(16)  # or this, if it is of e4m3
 
 
 @triton.jit
@@ -63,12 +64,13 @@ def _widen_kernel(
     values_ptr,
     scales_ptr,
     zeros_ptr,
+    global_scales_ptr,
     num_columns,
     depth,
     out_ptr,
     PACKED: tl.constexpr,
     TILED: tl.constexpr,
-    POWERS: tl.constexpr,
+    CODES: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SCALE_DEPTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -109,7 +111,8 @@ def _widen_kernel(
         w = _numbers(tl.join(byte & 15, byte >> 4).reshape(_COLUMNS, BLOCK_DEPTH), E2M1)
 
     if scales_ptr is not None:
-        PART: tl.constexpr = BLOCK_DEPTH if SCALE_DEPTH is None else _PART
+        LEAST: tl.constexpr = _PART_OF_E4M3 if CODES == "float8_e4m3fn" else _PART
+        PART: tl.constexpr = BLOCK_DEPTH if SCALE_DEPTH is None else LEAST
         BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
         PARTS: tl.constexpr = BLOCK_DEPTH // PART
         STEP: tl.constexpr = 64 if TILED and SCALE_COLUMNS == 1 and SCALE_DEPTH is not None else 1
@@ -118,11 +121,16 @@ def _widen_kernel(
             zeros = _of_parts(zeros_ptr + of_block, known, start, depth, PARTS, PART, BLOCK, STEP)
             w -= _for_words(zeros.to(tl.float32), _COLUMNS, BLOCK_DEPTH)
         scales = _of_parts(scales_ptr + of_block, known, start, depth, PARTS, PART, BLOCK, STEP)
-        if POWERS:
+        if CODES == "float8_e4m3fn":
+            scales = _of_bytes(scales.to(tl.int32), True)
+        elif CODES is not None:
             scales = _powers(scales)
         else:
             scales = scales.to(tl.float32)
         w *= _for_words(scales, _COLUMNS, BLOCK_DEPTH)
+        if global_scales_ptr is not None:
+            at = group * tl.cdiv(num_columns, SCALE_COLUMNS) + columns // SCALE_COLUMNS
+            w *= tl.load(global_scales_ptr + at, mask=known, other=0.0)[:, None]
     deep = start + tl.arange(0, BLOCK_DEPTH)
     at = (group * num_columns + columns)[:, None] * depth + deep[None, :]
     mask = known[:, None] & (deep < depth)[None, :]

@@ -17,7 +17,7 @@ import numpy as np
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError, CheckpointError
 from triax.moe.quantization import packing, scaled
-from triax.moe.quantization.packing import E8M0
+from triax.moe.quantization.packing import E4M3, E8M0
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.shared import arguments
 from triax.moe.shared.arguments import Array, check_array
@@ -56,6 +56,32 @@ def _mxfp4(of_values: str, values: Any, of_scales: str, scales: Any, tiles: bool
     values = values.view(np.uint8).reshape(*lead, -1) if in_blocks else values.view(np.uint8)
     scales, packed = scales.view(E8M0), "float4_e2m1fn"
     return _scaled(of_scales, values, scales, (None, 32), tiles, packed=packed)
+
+
+def from_nvfp4(
+    weight: Array, weight_scale: Array, weight_scale_2: Array, *, tiles: bool = True
+) -> ScaledArray:
+    """Returns weights of an NVFP4 checkpoint: ``number * weight_scale * weight_scale_2``.
+
+        moe.from_nvfp4(weight, weight_scale, weight_scale_2).shape  # (in, out), stored transposed
+        moe.from_nvfp4(weight_packed, weight_scale, 1 / weight_global_scale)  # compressed-tensors
+
+    Each byte holds two numbers of float4_e2m1fn, the first in its lower half. Errors are as in
+    `from_gptq`.
+
+    Args:
+      weight: uint8 [..., out, in / 2].
+      weight_scale: float8_e4m3fn [..., out, in / 16].
+      weight_scale_2: float32 [...], [..., 1] or [..., 1, 1], one for each layer.
+      tiles: as in `from_gptq`.
+    """
+    *lead, out, half = check_array("weight", weight, _BYTES[:1], (..., "out", "in / 2"), "NVFP4")
+    check_array("weight_scale", weight_scale, (E4M3,), (*lead, out, -(-half // 8)), "`weight`")
+    ones = (1,) * max(np.ndim(weight_scale_2) - len(lead), 0)
+    check_array("weight_scale_2", weight_scale_2, scaled.FLOATS[:1], (*lead, *ones), "`weight`")
+    of_columns = weight_scale_2.reshape(*lead, 1, 1) * np.ones((out, 1), np.float32)
+    how = {"packed": "float4_e2m1fn", "global_scales": of_columns}
+    return _scaled("weight_scale", weight, weight_scale, (None, 16), tiles, **how)
 
 
 def from_gptq(
@@ -204,9 +230,9 @@ def in_tiles(weights: Any) -> Any:
         return weights
     zeros, sizes = weights.zeros, weights.shape[-2:]
     out, depth = sizes[::-1] if weights.transposed else sizes
-    group = scaled.stored_block(weights)[-1]
+    group, least = scaled.stored_block(weights)[-1], packing.least_scaled(weights.scales)
     fits = weights.size and not (out % packing.TILE or depth % packing.TILE)
-    fits = fits and (group is None or group >= depth or group % packing.LEAST_SCALED == 0)
+    fits = fits and (group is None or group >= depth or group % least == 0)
     return weights.tile() if fits and (zeros is None or zeros.dtype == np.int8) else weights
 
 

@@ -18,14 +18,20 @@ import numpy as np
 PACKED = tuple(map(np.dtype, (ml_dtypes.float4_e2m1fn, ml_dtypes.int4)))
 """The 4-bit dtypes, whose numbers are stored two to a byte."""
 
+E2M1 = PACKED[0]
+
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 """A scale of 8 bits: 2**(code - 127), and NaN for the code 255."""
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+"""A scale of 8 bits that is no power of two, of NVFP4."""
 
 TILE = 64
 """The columns, and the depth, of a tile."""
 
 LEAST_SCALED = 32
-"""Divides the depth of every block with a scale, in weights that kernels read themselves."""
+"""Divides the depth of every block with a scale, in weights that kernels read themselves; 16 does
+if scales are of E4M3."""
 
 TILES_VERSION = 1
 """The version of the order of bits in tiles, of scales in them, and of the sizes of a tile."""
@@ -74,6 +80,11 @@ def powers_of_two(codes: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     bits = jnp.where(codes == 255, 0x7FC00000, jnp.maximum(codes, 1) << 23)
     powers = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return powers.astype(dtype), jnp.where(codes == 0, 0.5, 1).astype(dtype)
+
+
+def least_scaled(scales: Any) -> int:
+    """Returns what divides the depth of every block with one of these scales, for kernels."""
+    return LEAST_SCALED // 2 if scales is not None and scales.dtype == E4M3 else LEAST_SCALED
 
 
 def whole_tiles(size: int) -> int:

@@ -16,16 +16,18 @@ from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.quantization import packing
-from triax.moe.quantization.packing import E8M0, PACKED, TILED
+from triax.moe.quantization.packing import E2M1, E4M3, E8M0, PACKED, TILED
 from triax.moe.shared import arguments
 from triax.sharding import explicit
 
 DTYPES = tuple(map(np.dtype, (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8)))
 """The dtypes of 8-bit values."""
 FLOATS = tuple(map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16)))
-"""The dtypes of scales that are no powers of two: 8-bit numbers have the first, 4-bit ones any."""
+"""The dtypes of wide scales: 8-bit numbers have the first, 4-bit ones any."""
+_ONES = {E8M0: 127, E4M3: 56}  # the byte of 1
 Block = tuple[int | None, ...]
-_PARTS = "values", "scales", "zeros"
+_OPTIONAL = "zeros", "global_scales"
+_PARTS = "values", "scales", *_OPTIONAL
 _STATIC = "block", "transposed", "packed", "tiles", "shard"
 
 
@@ -39,18 +41,18 @@ class ScaledArray:
         w.dequantize(jnp.bfloat16)  # or w.astype(jnp.bfloat16)
 
     `quantize` returns it, or make one from the arrays of a quantized checkpoint. It is a pytree of
-    `values`, `scales` and `zeros`, so it goes through `jit`, `vmap`, `scan` and checkpoints like an
-    array.
+    `values`, `scales`, `zeros` and `global_scales`, so it goes through `jit`, `vmap`, `scan` and
+    checkpoints like an array.
 
-    `shape`, `block` and indices refer to the dimensions of the array. `values`, `scales` and
-    `zeros` have the stored layout: with `transposed` their last two dimensions are swapped.
+    `shape`, `block` and indices refer to the dimensions of the array. The pytree's arrays have the
+    stored layout: with `transposed` their last two dimensions are swapped.
 
     Attributes:
       values: float8_e4m3fn, float8_e5m2 or int8, of any rank. With `packed`, uint8: two numbers in
         each byte, the lower half first along the last dimension; or int32: words from `tile`.
       scales: float32, float8_e8m0fnu (powers of two, as in MX formats), or, of 4-bit numbers,
-        bfloat16 or float16; of the same rank. Each size is the number of blocks along that
-        dimension.
+        bfloat16 or float16, and of float4_e2m1fn also float8_e4m3fn (NVFP4); of the same rank. Each
+        size is the number of blocks along that dimension.
       block: the size of a block along each dimension of the array, as in `quantize`: None for a
         whole dimension. A last block may be partial.
       transposed: whether the values are stored with the array's last two dimensions swapped, as
@@ -59,6 +61,8 @@ class ScaledArray:
         words from `tile`, also "float8_e4m3fn" or "int8"; otherwise None.
       zeros: int8 or float32, in the shape of `scales`: the zero point of each block. For "int4"
         alone; None is zero.
+      global_scales: float32, in the shape of `scales` but with 1 as the last dimension; each
+        multiplies all numbers along it once more. For scales of float8_e4m3fn alone; None is one.
       tiles: the version of the tiles' layout, from `tile`; None for numbers that are not in tiles.
         Another version than this one of Triax is an error.
       shard: with `tiles`, the sizes of a shard along the last two dimensions of the array, if
@@ -75,6 +79,7 @@ class ScaledArray:
     transposed: bool = False
     packed: str | None = None
     zeros: jax.Array | None = None
+    global_scales: jax.Array | None = None
     tiles: int | None = None
     shard: tuple[int, int] | None = None
 
@@ -139,7 +144,7 @@ class ScaledArray:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of values, scales and zeros."""
+        """The bytes of values, scales, zeros and global scales."""
         return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(self))
 
     @property
@@ -152,7 +157,8 @@ class ScaledArray:
     def dequantize(self, dtype: Any = "float32") -> jax.Array:
         """Returns the array in a float dtype: each value times its scale in float32, rounded once.
 
-        If `zeros` are floats, ``values - zeros`` is rounded first.
+        If `zeros` are floats, ``values - zeros`` is rounded first. A value times a scale of
+        float8_e4m3fn is exact, and so `global_scales` round it once.
 
         Args:
           dtype: any float.
@@ -303,7 +309,11 @@ def widened(array: ScaledArray, dtype: Any) -> jax.Array:
     if array.zeros is not None:
         numbers -= spread(array.zeros.astype(wide), numbers.shape, block)
     if scales.dtype != E8M0:
-        return (numbers * spread(scales.astype(wide), numbers.shape, block)).astype(dtype)
+        numbers *= spread(scales.astype(wide), numbers.shape, block)
+        if array.global_scales is not None:
+            of_all = (*block[:-1], None)
+            numbers *= spread(array.global_scales.astype(wide), numbers.shape, of_all)
+        return numbers.astype(dtype)
     codes = jax.lax.bitcast_convert_type(scales, jnp.uint8)
     power, half = packing.powers_of_two(spread(codes, numbers.shape, block), wide)
     return (numbers * half * power).astype(dtype)
@@ -419,7 +429,7 @@ def _in_shards(
 ) -> dict[str, Any]:
     """Fills up the last tiles of shards in the stored parts `whole` of an array, or undoes it.
 
-    Numbers and zeros are filled up with 0, scales with 1.
+    Numbers and zeros are filled up with 0, scales of both kinds with 1.
     """
     sizes = shard[::-1] if array.transposed else shard
     blocks = stored_block(array)[-2:]
@@ -428,9 +438,9 @@ def _in_shards(
         if of is None:
             continue
         new = of.view(np.uint8) if of.dtype.itemsize == 1 else of
-        value = 0 if part != "scales" else 127 if of.dtype == E8M0 else 1
+        value = _ONES.get(of.dtype, 1) if part.endswith("scales") else 0
         for axis, size, block in zip((-2, -1), sizes, blocks, strict=True):
-            in_one = block
+            in_one = block if part != "global_scales" or axis == -2 else None
             if part == "values":
                 in_one = 2 if axis == -1 and array.dtype in PACKED else 1
             if in_one is not None:
@@ -489,7 +499,7 @@ def check(name: str, scaled: Any) -> None:
         )
     for part in _PARTS:
         value = getattr(scaled, part)
-        if not jax_private.is_array(value) and (part != "zeros" or value is not None):
+        if not jax_private.is_array(value) and not (part in _OPTIONAL and value is None):
             raise ArgumentTypeError(
                 f"Argument `{name}` must have an array as its `{part}`; got "
                 f"{messages.shown(value)}. Make one with `moe.quantize`."
@@ -568,6 +578,7 @@ def _checked(array: ScaledArray) -> Block:
     if getattr(array.scales, "dtype", None) == jnp.uint8:
         remedy = " For MX formats use `scales.view(jnp.float8_e8m0fnu)`."
     of_scales = (*(FLOATS if array.dtype in PACKED else FLOATS[:1]), E8M0)
+    of_scales += (E4M3,) * (array.dtype == E2M1)
     arguments.check_dtype("scales", array.scales, of_scales, remedy)
     if packed and not values.ndim:
         raise ArgumentValueError("Argument `values` must have a dimension or more to be packed.")
@@ -580,6 +591,7 @@ def _checked(array: ScaledArray) -> Block:
     block = checked_block(array.block, array.shape, array.transposed)
     wanted = num_blocks(filled(array).shape, block)
     wanted = swapped(wanted) if array.transposed else wanted
+    _check_global_scales(array, (*wanted[:-1], 1))
     if array.scales_tiled:
         wanted = (*wanted[:-2], wanted[-2] // packing.TILE, packing.TILE * wanted[-1])
     if array.scales.shape != wanted:
@@ -602,6 +614,22 @@ def _checked(array: ScaledArray) -> Block:
             f"Argument `zeros` must have the shape of `scales`, {wanted}; got {array.zeros.shape}."
         )
     return block
+
+
+def _check_global_scales(array: ScaledArray, wanted: tuple[int, ...]) -> None:
+    if array.global_scales is None:
+        return
+    if getattr(array.scales, "dtype", None) != E4M3:
+        raise ArgumentValueError(
+            "Argument `global_scales` must be None unless scales are float8_e4m3fn; got scales of "
+            f"{array.scales.dtype}. Multiply the scales with it."
+        )
+    arguments.check_dtype("global_scales", array.global_scales, FLOATS[:1], " Cast them.")
+    if array.global_scales.shape != wanted:
+        raise ArgumentValueError(
+            f"Argument `global_scales` must have shape {wanted}, one for all blocks along the last "
+            f"dimension of `scales`; got {array.global_scales.shape}."
+        )
 
 
 def _float(dtype: Any) -> np.dtype:

@@ -86,7 +86,9 @@ def _if_gpu_has_dtypes(
     *operands: Any,
 ) -> Any:
     """Runs `kernels`, or `xla` if the program's GPU lacks an operand's 8-bit float type."""
-    float8 = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(operands)} & dtypes.FLOAT8.keys()
+    # Scales are no numbers to a GPU: kernels take theirs in 8 bits as codes.
+    numbers = [of.values if hasattr(of, "dequantize") else of for of in operands]
+    float8 = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(numbers)} & dtypes.FLOAT8.keys()
     if not float8:
         return kernels(*operands)
     return for_target(
