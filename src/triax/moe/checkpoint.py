@@ -251,7 +251,7 @@ def linear_from_checkpoint(
     """
     _check_mapping(tensors)
     config = getattr(tensors, "config", {}) if config is None else config
-    quantization = checkpoints.flat(quantization_of(config), prefix)
+    quantization = quantization_of(config)
     stem = f"{prefix}."
     names = [name for name in tensors if isinstance(name, str) and name.startswith(stem)]
     if not names:
@@ -262,7 +262,7 @@ def linear_from_checkpoint(
     ends = [name for name in checkpoints.NAMES if name != "bias"]
     _check_names(names, stem, {*checkpoints.NAMES, *_OF_TOKENS}.__contains__)
     with reading(tensors, stem, *ends) as own:
-        return checkpoints.linear(own, quantization)
+        return checkpoints.linear(own, quantization, prefix)
 
 
 def _nearest(name: Any, tensors: Iterable[Any]) -> str:
@@ -307,9 +307,8 @@ class Family:
 
     def leads(self, name: str) -> bool:
         """Whether it is the name of a tensor of the first linear layer."""
-        return (
-            self.linears[0] in name.split(".") if self.single else name.startswith(self.linears[0])
-        )
+        first = self.linears[0]
+        return first in name.split(".") if self.single else name.startswith(first)
 
 
 _OF_MODULES = {f".{name}": name for name in checkpoints.NAMES}
@@ -477,8 +476,7 @@ def _stacked(
                 raise ArgumentValueError("Weights are there both in floats and in MXFP4.")
             for end in ("_blocks", "_scales") if own.keys() & {"_blocks", "_scales"} else ():
                 own[end]  # raises if it is missing
-            quantization = checkpoints.flat(said.quantization, stem + linear)
-            made = checkpoints.linear(parts, quantization)
+            made = checkpoints.linear(parts, said.quantization, stem + linear)
             if family.by_rows:
                 made = _by_expert(made, said.counts)
                 made = made.swapaxes(1, 2) if linear == last else made
@@ -541,7 +539,7 @@ def _separate(
             with reading(tensors, f"{module}.", *checkpoints.NAMES) as own:
                 if "bias" in own:
                     biases[i, at] = own.pop("bias")
-                linear = checkpoints.linear(own, checkpoints.flat(said.quantization, module))
+                linear = checkpoints.linear(own, said.quantization, module)
                 leaves, tree = jax.tree.flatten(checkpoints.in_tiles(linear) if tiles else linear)
                 got = messages.short(leaves)
                 if which == len(stacks):
@@ -570,12 +568,9 @@ def _biases(
     """Returns the stacks of all linear layers' biases, none of which may be missing."""
     stacks = []
     for i, name in enumerate(family.linears):
-        for at, expert in enumerate(chosen):
-            if (i, at) not in biases:
-                other = next((key for key, of in biases.items() if np.any(of)), None)
-                beside = "" if other is None else f", and experts have biases: `{stem}"
-                if other is not None:
-                    beside += f"{chosen[other[1]]}.{family.linears[other[0]]}.bias` is not zero"
-                raise CheckpointError(f"`{stem}{expert}.{name}.bias` is missing{beside}.")
+        if missing := [expert for at, expert in enumerate(chosen) if (i, at) not in biases]:
+            raise CheckpointError(
+                f"`{stem}{missing[0]}.{name}.bias` is missing, and experts have biases."
+            )
         stacks.append(np.stack([biases[i, at] for at in range(len(chosen))]))
     return {"b_gate_up": np.concatenate(stacks[:-1], axis=-1), "b_down": stacks[-1]}

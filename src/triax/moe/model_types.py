@@ -477,7 +477,7 @@ def routing(config: Any, by_caller: Mapping[str, Any]) -> dict[str, Any]:
 
 def quantization_of(config: Any) -> Any:
     """Returns the `quantization_config` of a configuration, or what it holds for None."""
-    return _known(config)[0]["quantization_config"]
+    return _known(config)[0][_QUANTIZATION]
 
 
 def _known(config: Any) -> tuple[dict[str, Any], ModelType | None]:
@@ -487,22 +487,16 @@ def _known(config: Any) -> tuple[dict[str, Any], ModelType | None]:
             "Argument `config` must be what `config.json` holds, a mapping; got "
             f"{messages.shown(config)}."
         )
-    config = _of_text(config)
+    config = _merged(config, "text_config")
     model_type = config.get("model_type")
     known = TYPES.get(model_type) if isinstance(model_type, str) else None
-    if known is None:
-        return config, None
-    if (inner := config.get(known.inner)) is not None:
-        if not isinstance(inner, Mapping):
-            raise CheckpointError(
-                f"The model's configuration must have a mapping as `{known.inner}`; got "
-                f"{messages.shown(inner)}. Pass `config`, what `{known.inner}` should hold."
-            )
-        config = {**config, **inner, "model_type": model_type}
-    formats = {key: config[key] for key in known.formats if config.get(key) is not None}
-    quantization = config["quantization_config"]
-    if formats and (quantization is None or isinstance(quantization, Mapping)):
-        config["quantization_config"] = {**formats, **(quantization or {})}
+    if known is not None and known.inner:
+        config = _merged(config, known.inner) | {"model_type": model_type}
+    formats = known.formats if known is not None else ()
+    beside = {key: config[key] for key in formats if config.get(key) is not None}
+    if beside and isinstance(within := config[_QUANTIZATION] or {}, Mapping):
+        _check_alike(within, beside, f"`{_QUANTIZATION}`")
+        config[_QUANTIZATION] = {**within, **beside}
     return config, known
 
 
@@ -516,23 +510,29 @@ def _of_layer(value: Any, prefix: str = "") -> Any:
     return value[0] if all(of == value[0] for of in value) else value
 
 
-def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration with the keys of its `text_config`, which is the decoder's."""
-    text = config.get("text_config")
-    text = {} if text is None else text
-    if not isinstance(text, Mapping):
+_QUANTIZATION = "quantization_config"
+
+
+def _merged(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns a configuration with the keys of the one within it, such as the decoder's."""
+    inner = {} if config.get(key) is None else config[key]
+    if not isinstance(inner, Mapping):
         raise CheckpointError(
-            "The model's configuration must have a mapping as `text_config`; got "
-            f"{messages.shown(text)}. Pass `config`, what `text_config` should hold."
+            f"The model's configuration must have a mapping as `{key}`; got "
+            f"{messages.shown(inner)}. Pass `config`, what `{key}` should hold."
         )
-    key = "quantization_config"
-    both = [of[key] for of in (config, text) if of.get(key) is not None]
-    if len(both) == 2 and both[0] != both[1]:
-        raise CheckpointError(
-            f"The model's configuration has two `{key}` that differ, one of them in `text_config`."
-            " Pass `config` with the one that is right for the experts."
-        )
-    return {**config, **text, key: both[0] if both else None}
+    _check_alike(config, {_QUANTIZATION: inner.get(_QUANTIZATION)}, f"`{key}`")
+    both = [of[_QUANTIZATION] for of in (inner, config) if of.get(_QUANTIZATION) is not None]
+    return {**config, **inner, _QUANTIZATION: both[0] if both else None}
+
+
+def _check_alike(config: Mapping[str, Any], others: Mapping[str, Any], where: str) -> None:
+    for key, of in others.items():
+        if config.get(key) is not None and of is not None and config[key] != of:
+            raise CheckpointError(
+                f"The model's configuration has two `{key}` that differ, one of them in {where}."
+                " Pass `config` with the one that is right for the experts."
+            )
 
 
 def _check_keys(

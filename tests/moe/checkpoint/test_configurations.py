@@ -247,13 +247,13 @@ OF_GROUPS = {
 def test_sizes_of_groups_are_those_of_the_configuration(name, size):
     """192 rows in 2 groups may be 96 + 96, or 112 + 80, or 128 + 64."""
     own = in_groups_of(size)[name]
-    found = checkpoints.linear(own, checkpoints.flat(OF_GROUPS[name](size)))
+    found = checkpoints.linear(own, OF_GROUPS[name](size))
     assert found.block == (1, size)
     other = {32: 48, 48: 64, 96: 64, 112: 64, 128: 64}[size]
     for wrong in (other, -1, 192):
         with pytest.raises(ArgumentValueError, match=rf"size` .*{wrong}\)?; got \(24, \d\) along"):
-            checkpoints.linear(own, checkpoints.flat(OF_GROUPS[name](wrong)))
-    without = checkpoints.flat(OF_GROUPS[name](None) | {"strategy": None})
+            checkpoints.linear(own, OF_GROUPS[name](wrong))
+    without = OF_GROUPS[name](None) | {"strategy": None}
     with pytest.raises(ArgumentValueError, match=r"_size`; got .* `quantization_config`"):
         checkpoints.linear(own, without)
 

@@ -294,8 +294,20 @@ def test_a_bias_that_is_missing(kind):
         with pytest.raises(CheckpointError, match=rf"`{prefix}.experts.1.{kind}.bias` is missing"):
             moe.Experts.from_checkpoint(tensors, prefix, config=of)
     tensors = {name: of for name, of in tensors.items() if not name.endswith("bias")}
-    with pytest.raises(CheckpointError, match=rf"`{prefix}.experts.0.gate_proj.bias` is missing\."):
+    with pytest.raises(
+        CheckpointError, match=rf"`{prefix}.experts.0.gate_proj.bias` is missing, and"
+    ):
         moe.Experts.from_checkpoint(tensors, prefix, config=config)
+
+
+def test_a_bias_of_one_layer():
+    tensors = each("mlp", drawn()[:3])
+    bias = {"mlp.experts.1.up_proj.bias": floats(WIDTH)}
+    config = SILU | {"model_type": "qwen3_moe"}
+    with pytest.raises(
+        CheckpointError, match=r"`mlp.experts.0.gate_proj.bias` is missing, and exp"
+    ):
+        moe.Experts.from_checkpoint(tensors | bias, "mlp", config=config)
 
 
 def test_biases_beside_quantized_weights():
@@ -419,6 +431,11 @@ def test_deepseek_v4(tmp_path):
     linear = moe.linear_from_checkpoint(checkpoint, attention)
     wanted = moe.from_8_bits(tensors[f"{attention}.weight"], powers, block_size=(32, 32))
     np.testing.assert_array_equal(exactly(linear), exactly(wanted).T)
+    twice = config | {"quantization_config": V4 | {"expert_dtype": "fp8"}}
+    with pytest.raises(
+        CheckpointError, match=r"two `expert_dtype` that differ, one of them in `qu"
+    ):
+        moe.Experts.from_checkpoint(tensors, prefix, config=twice)
     for said in (None, "fp8"):
         with pytest.raises(CheckpointError, match=r"expert_dtype\"\]` must be one of 'fp4'; got "):
             moe.Experts.from_checkpoint(tensors, prefix, config=config | {"expert_dtype": said})

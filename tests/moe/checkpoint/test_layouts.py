@@ -345,7 +345,6 @@ def put(name, array):
             put(f"{FIRST}.g_idx", rng.permutation(np.arange(HIDDEN, dtype=np.int32) // GROUP)),
             "`g_idx` must be in order, in groups of 32",
         ),
-        ("plain", put(f"{FIRST}.bias", floats(WIDTH)), "0.gate_proj.bias` is missing, and experts"),
         (
             "channels",
             put(f"{FIRST}.weight_zero_point", floats(1)),

@@ -10,7 +10,7 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -248,7 +248,8 @@ def flat(config: Any, module: str = "") -> dict[str, Any]:
     """
     name = "quantization_config"
     config = _mapping(name, config)
-    groups, ignored = [], _list(f'{name}["ignore"]', config.get("ignore"))
+    groups: list[tuple[list[str], Mapping[str, Any]]] = []
+    ignored = _list(f'{name}["ignore"]', config.get("ignore"))
     of_groups = _mapping(f'{name}["config_groups"]', config.get("config_groups"))
     for group, of in of_groups.items():
         stem = f'{name}["config_groups"][{group!r}]'
@@ -314,46 +315,41 @@ def _list(name: str, value: Any) -> list[str]:
 
 
 _SCALES = "weight_scale", "weight_scale_inv", "scale", "qscale_weight"
-_FLOATS, _FP8 = ({of.name for of in dtypes} for dtypes in (scaled.FLOATS, scaled.DTYPES[:2]))
+_FLOATS, _FP8 = ([of.name for of in dtypes] for dtypes in (scaled.FLOATS, scaled.DTYPES[:2]))
+_POWERS = [of.name for of in _CODES]
 _BY_ACTIVATION = True, "group", "dynamic"
-_ORDERS = *_BY_ACTIVATION, False, "weight", "static"
 
 
-@dataclasses.dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A way to store a linear layer's weights.
 
     Attributes:
-      tensors, more: the names of those that must be there, and of others; `weight_scale` stands for
-        all of `_SCALES`.
-      read: makes them a `ScaledArray` [..., in, out]; its second argument is what `flat` returns.
-      methods: the values of `quant_method`.
-      values: those that other keys of `quantization_config` may have.
-      bits: of a number.
-      numbers, scales: dtypes by name, where the tensors' names tell no format.
+      tensors: their names, which end in "?" if they may be missing; `weight_scale` stands for all
+        of `_SCALES`.
+      numbers, scales: dtypes by name, where other formats have the same names of tensors.
+      values: what keys of `quantization_config` may say; several are a tuple.
+      read: makes the tensors a `ScaledArray` [..., in, out]; its second argument is what `flat`
+        returns.
     """
 
     tensors: str
-    more: str
+    numbers: Collection[str]
+    scales: Collection[str]
+    values: Mapping[str, Any]
     read: Callable[[Mapping[str, Any], Mapping[str, Any]], ScaledArray]
-    methods: str
-    values: Mapping[str, tuple[Any, ...]]
-    bits: int = 4
-    numbers: Collection[str] = ()
-    scales: Collection[str] = ()
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all its tensors."""
-        return [*self.tensors.split(), *self.more.split()]
 
     def fits(self, own: Mapping[str, Any]) -> bool:
         """Whether the tensors that are there have the format's dtypes."""
-        of = {"numbers": own.get("weight", own.get("weight_packed")), "scales": own.get(_SCALES[0])}
+        numbers, scales = own.get("weight", own.get("weight_packed")), own.get("weight_scale")
         return all(
-            array is None or not getattr(self, name) or array.dtype.name in getattr(self, name)
-            for name, array in of.items()
+            array is None or not dtypes or array.dtype.name in dtypes
+            for array, dtypes in ((numbers, self.numbers), (scales, self.scales))
         )
+
+    def choices(self, key: str) -> tuple[Any, ...]:
+        """What a key may say."""
+        values = self.values[key]
+        return values if isinstance(values, tuple) else (values,)
 
 
 def _read_gptq(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
@@ -397,92 +393,65 @@ def _read_8_bits(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArr
     return from_8_bits(*weights, block_size=_block_size(config), tiles=False)
 
 
-_OF_8_BITS = "weight weight_scale", "weight_zero_point"
+_GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "desc_act": (True, False),
+    "sym": (True, False),
+    "checkpoint_format": ("gptq", "gptq_v2"),
+}
+_AWQ = {"quant_method": "awq", "bits": 4, "version": ("gemm", "GEMM")}
+_PACKED = {
+    "quant_method": "compressed-tensors",
+    "num_bits": 4,
+    "type": "int",
+    "format": "pack-quantized",
+    "strategy": ("group", "channel"),
+    "actorder": (*_BY_ACTIVATION, False, "weight", "static"),
+}
+_MX = {"type": "float", "scale_format": "e8m0", "scale_fmt": "ue8m0"}
+_MXFP4 = _MX | {
+    "quant_method": ("mxfp4", "compressed-tensors", "quark", "fp8"),
+    "num_bits": 4,
+    "format": "mxfp4-pack-quantized",
+    "strategy": "group",
+    "group_size": 32,
+    "dtype": "fp4",
+    "qscheme": "per_group",
+    "expert_dtype": "fp4",
+}
+_FLOAT8 = {
+    "quant_method": ("fp8", "fbgemm_fp8", "compressed-tensors", "quark"),
+    "num_bits": 8,
+    "type": "float",
+    "format": ("float-quantized", "naive-quantized"),
+    "dtype": ("fp8_e4m3", "fp8_e5m2"),
+    "scale_format": "float32",
+}
+_INT8 = {
+    "quant_method": ("compressed-tensors", "quark"),
+    "num_bits": 8,
+    "type": "int",
+    "format": ("int-quantized", "naive-quantized"),
+    "dtype": "int8",
+}
+_PACKED_TENSORS = "weight_packed weight_scale weight_shape? weight_zero_point? weight_g_idx?"
+_MXFP4_TENSORS = "weight? weight_packed? weight_scale weight_zero_point?"
+_TENSORS = "weight weight_scale weight_zero_point?"
 FORMATS = (
-    Format(
-        "qweight qzeros scales",
-        "g_idx",
-        _read_gptq,
-        "gptq",
-        {
-            "desc_act": (True, False),
-            "sym": (True, False),
-            "checkpoint_format": ("gptq", "gptq_v2"),
-        },
-    ),
-    Format("qweight qzeros scales", "", _read_awq, "awq", {"version": ("gemm", "GEMM")}),
-    Format(
-        "weight_packed weight_scale",
-        "weight_shape weight_zero_point weight_g_idx",
-        _read_packed,
-        "compressed-tensors",
-        {
-            "type": ("int",),
-            "format": ("pack-quantized",),
-            "strategy": ("group", "channel"),
-            "actorder": _ORDERS,
-        },
-        numbers=("int32",),
-    ),
-    Format(
-        "weight_scale",
-        "weight weight_packed weight_zero_point",
-        _read_mxfp4,
-        "mxfp4 compressed-tensors quark fp8",
-        {
-            "type": ("float",),
-            "format": ("mxfp4-pack-quantized",),
-            "strategy": ("group",),
-            "group_size": (32,),
-            "dtype": ("fp4",),
-            "qscheme": ("per_group",),
-            "scale_format": ("e8m0",),
-            "scale_fmt": ("ue8m0",),
-            "expert_dtype": ("fp4",),
-        },
-        numbers=("uint8", "int8"),
-        scales=("uint8", "float8_e8m0fnu"),
-    ),
-    Format(
-        *_OF_8_BITS,
-        _read_8_bits,
-        "fp8 fbgemm_fp8 compressed-tensors quark",
-        {
-            "type": ("float",),
-            "format": ("float-quantized", "naive-quantized"),
-            "dtype": ("fp8_e4m3", "fp8_e5m2"),
-            "scale_format": ("float32",),
-        },
-        bits=8,
-        numbers=_FP8,
-        scales=_FLOATS,
-    ),
-    Format(
-        *_OF_8_BITS,
-        _read_8_bits,
-        "fp8 compressed-tensors quark",
-        {
-            "type": ("float",),
-            "format": ("mxfp8-quantized",),
-            "dtype": ("fp8_e4m3", "fp8_e5m2"),
-            "scale_format": ("e8m0",),
-            "scale_fmt": ("ue8m0",),
-        },
-        bits=8,
-        numbers=_FP8,
-        scales=("uint8", "float8_e8m0fnu"),
-    ),
-    Format(
-        *_OF_8_BITS,
-        _read_8_bits,
-        "compressed-tensors quark",
-        {"type": ("int",), "format": ("int-quantized", "naive-quantized"), "dtype": ("int8",)},
-        bits=8,
-        numbers=("int8",),
-        scales=_FLOATS,
-    ),
+    Format("qweight qzeros scales g_idx?", (), (), _GPTQ, _read_gptq),
+    Format("qweight qzeros scales", (), (), _AWQ, _read_awq),
+    Format(_PACKED_TENSORS, ("int32",), (), _PACKED, _read_packed),
+    Format(_MXFP4_TENSORS, ("uint8", "int8"), _POWERS, _MXFP4, _read_mxfp4),
+    Format(_TENSORS, _FP8, _FLOATS, _FLOAT8, _read_8_bits),
+    Format(_TENSORS, _FP8, _POWERS, _FLOAT8 | _MX | {"format": "mxfp8-quantized"}, _read_8_bits),
+    Format(_TENSORS, ("int8",), _FLOATS, _INT8, _read_8_bits),
 )
-NAMES = "bias", *dict.fromkeys(name for of in FORMATS for name in of.names), *_SCALES[1:]
+NAMES = (
+    "bias",
+    *{name.rstrip("?"): 0 for of in FORMATS for name in of.tensors.split()},
+    *_SCALES[1:],
+)
 
 # The keys of `quantization_config` by `quant_method`, with those of its weights: those that are
 # read, and those that do not matter for a layer's weights. Any other is refused.
@@ -524,14 +493,15 @@ KEYS = {
 }
 
 
-def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-    """Returns a linear layer's weights [..., out, in]; what their tensors tell of their format.
+def linear(own: Mapping[str, Any], quantization: Any, module: str = "") -> Any:
+    """Returns the weights [..., out, in] of a linear layer, `module`, of its tensors.
 
-    `config` is what `flat` returns. Nothing that it says may contradict the tensors.
+    Their names and dtypes tell their format, and `quantization_config` must not contradict them.
     """
+    config = flat(quantization, module)
     scale = next((name for name in _SCALES if name in own), "")
     own = {_SCALES[0] if name == scale else name: array for name, array in own.items()}
-    named = [of for of in FORMATS if own.keys() <= {*of.names}]
+    named = [of for of in FORMATS if own.keys() <= {*of.tensors.replace("?", "").split()}]
     if not named:
         raise ArgumentValueError(f"No known format has all of these tensors: {', '.join(own)}.")
     if own.keys() <= {"weight"}:
@@ -540,13 +510,14 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
         return own["weight"]
     formats = [of for of in named if of.fits(own)] or named[-1:]
     for name in formats[0].tensors.split():
-        own[name]  # raises if it is missing
-    methods = [method for of in formats for method in of.methods.split()]
+        if name[-1] != "?":
+            own[name]  # raises if it is missing
+    methods = [method for of in formats for method in of.choices("quant_method")]
     method = _said(config, "quant_method", methods, None if "qweight" in own else methods[0])
-    of = next(of for of in formats if method in of.methods.split())
+    of = next(of for of in formats if method in of.choices("quant_method"))
     _check_keys(config, methods if config.get("quant_method") is None else [method])
-    for key, values in {**of.values, "bits": (of.bits,), "num_bits": (of.bits,)}.items():
-        _said(config, key, values, values[0])
+    for key in of.values:
+        _said(config, key, of.choices(key), of.choices(key)[0])
     if of.read is not _read_packed and np.any(own.get("weight_zero_point")):
         raise ArgumentValueError("Weights of this format have no `weight_zero_point` but zeros.")
     made = of.read(own, config).mT
@@ -560,10 +531,8 @@ def linear(own: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
 
 def _check_keys(config: Mapping[str, Any], methods: list[str]) -> None:
     """Raises if `quantization_config` has keys that none of the methods has."""
-    known = {
-        "quant_method",
-        *(key for method in methods for of in KEYS[method] for key in of.split()),
-    }
+    known = {key for method in methods for of in KEYS[method] for key in of.split()}
+    known |= {"quant_method"}
     unknown = [key for key, value in config.items() if key not in known and value is not None]
     if config.get("transform_config"):
         unknown.append("transform_config")
