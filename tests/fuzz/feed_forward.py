@@ -34,6 +34,28 @@ def draw_feed_forward(rng: Rng, path: str) -> Case:
     return feed_forward(path, sizes, router, kind, dtype, *options)
 
 
+def by_hand(
+    moe: Any,
+    x: Any,
+    logits: Any,
+    w_gate_up: Any,
+    w_down: Any,
+    router: Any,
+    activation: Any,
+    capacity: int | None,
+    implementation: Any,
+) -> Any:
+    """The layer's ops in turn."""
+    how: Any = {"implementation": implementation}
+    routed = moe.route(logits, router, **how)
+    plan = moe.make_plan(routed.experts, len(w_down), capacity=capacity, **how)
+    rows, weights, _ = moe.permute(x, plan, weights=routed.weights, **how)
+    product = moe.ragged_dot(rows, w_gate_up, plan.group_sizes, **how)
+    inner = moe.glu(product, weights, activation=activation, **how)
+    out = moe.ragged_dot(inner, w_down, plan.group_sizes, **how)
+    return moe.unpermute(out, plan, **how), plan.group_counts, plan.num_dropped, *routed
+
+
 def feed_forward(
     path: str,
     sizes: tuple[int, int, int],
@@ -45,8 +67,9 @@ def feed_forward(
     biased: bool = False,
     by_logits: bool = True,
     interleaved: bool = False,
+    is_by_hand: bool = False,
 ) -> Case:
-    """Of tokens, hidden and width."""
+    """Of tokens, hidden and width. `is_by_hand` is the layer as its ops."""
     (tokens, hidden, width), experts, slots = sizes, router.experts, router.top_k
     columns = 2 * width if kind.gated else width
     biases = "b_gate_up=b_gate_up, b_down=b_down, " * biased
@@ -56,6 +79,9 @@ def feed_forward(
         f"interleaved={interleaved}, transposed={transposed}), "
         f"{router.source * by_logits}capacity={capacity}, implementation=how)"
     )
+    if is_by_hand:
+        call = "by_hand(moe, x, logits, w_gate_up, w_down, "
+        call += f"{router.source}{kind.source}, {capacity}, how)"
     results = ("tokens", "group_counts", "num_dropped", "weights", "experts")
     gradients = ["x", "w_gate_up", "w_down", "logits" if by_logits else "weights"]
     gradients += ["b_gate_up", "b_down"] * biased
@@ -78,6 +104,8 @@ def feed_forward(
         }
         if by_logits:
             arrays["logits"] = router.logits(rng, tokens)
+            if router.biased:
+                arrays["bias"] = rng.standard_normal(experts, np.float32)
         else:
             arrays["ids"] = draws.ids(rng, tokens, slots, experts)
             arrays["weights"] = draws.values(rng, (tokens, slots), np.float32)
@@ -144,6 +172,7 @@ def feed_forward(
 
     case = Case("feed_forward", path, call, results, draw, expect, tuple(gradients))
     case.widest = "float32"
+    case.names = {"by_hand": by_hand}
     return case
 
 
@@ -156,5 +185,14 @@ NAMED = {
         kind=ACTIVATIONS[0],
         dtype=np.dtype("float32"),
         capacity=9,
-    )
+    ),
+    "feed_forward, by hand": functools.partial(
+        feed_forward,
+        sizes=(9, 16, 16),
+        router=routing.Spec(3, 2, "softmax", True, 1.0, None, biased=False),
+        kind=ACTIVATIONS[1],
+        dtype=np.dtype("bfloat16"),
+        capacity=4,
+        is_by_hand=True,
+    ),
 }

@@ -1,5 +1,7 @@
 """Two GPUs and more: a sharded program is tuned once and runs on all of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,37 +103,25 @@ def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
         return y, pull(upstream)[0], second(o)
 
     results = (jax.jit(run, static_argnums=0)(f) for f in (on_all, expert_parallel.on_one_device))
-    cut.assert_all_close(*results, rtol=2e-5, atol=2e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+    jax.tree.map(close, *results)
 
 
-@pytest.mark.parametrize("name", ["permutation", "chunk sort"])
-def test_a_cut_width_moves_nothing_between_gpus(mesh, name):
-    function, args = cut.OPS[name], cut.arguments(cut.OPS[name])
-    specs = [P(None, "d")] + [P()] * (len(args) - 1)
-    program, results = cut.compiled(function, mesh, args, specs)
-    assert cut.collectives(program) == []
-    assert cut.spec_of(results[0]) == specs[0]
-    alone = jax.jit(function)(*jax.device_put(args, mesh.devices.flat[0]))
-    jax.tree.map(testing.assert_same_bits, results, alone)
+@pytest.mark.parametrize("name", cut.WITH_COLUMNS)
+def test_cut_columns_move_nothing_between_gpus(mesh, name):
+    cut.check_columns(name, mesh, "d")
 
 
 def test_the_layers_tokens_stay_on_their_gpu(mesh):
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,))
-    args = cut.arguments(cut.layer)
-    both = cut.with_gradients(cut.layer, args)
-    specs = [P("d"), P("d"), P(), P(), P()]
-    program, results = cut.compiled(both, mesh, args, specs)
+    specs = {name: P("d") for name in ("x", "logits", "g_tokens")}
+    program, results = cut.check("feed_forward, sigmoids", mesh, specs)
     assert set(cut.collectives(program)) <= {"all-reduce", "all-reduce-start"}
-    assert [cut.spec_of(g) for g in results[0][:4]] == specs[:4]
-    alone = jax.jit(both)(*jax.device_put(args, mesh.devices.flat[0]))
-    cut.assert_all_close(results, alone, rtol=1e-4, atol=1e-5)
+    for name in ("x", "logits", "w_gate_up", "w_down"):
+        assert cut.spec_of(results[f"d_{name}"]) == specs.get(name, P())
 
 
-@pytest.mark.parametrize("name", cut.OPS)
+@pytest.mark.parametrize("name", cut.NAMES)
 def test_results_on_gpus_do_not_depend_on_shardings(mesh, name):
-    args = cut.arguments(cut.OPS[name])
-    both = cut.with_gradients(cut.OPS[name], args)
-    specs = [P("d") if arg.shape[0] % mesh.size == 0 else P() for arg in args]
-    _, results = cut.compiled(both, mesh, args, specs)
-    alone = jax.jit(both)(*jax.device_put(args, mesh.devices.flat[0]))
-    cut.assert_all_close(results, alone, rtol=1e-4, atol=1e-5)
+    arrays = cut.drawn(name)[1]
+    cut.check(name, mesh, {n: P("d") for n, a in arrays.items() if len(a) % mesh.size == 0})

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,38 @@ Arrays = dict[str, Array]
 def widths(arrays: Arrays) -> Any:
     """A context in which JAX keeps what is 64 bits wide."""
     return jax.enable_x64(any(array.dtype.itemsize == 8 for array in arrays.values()))
+
+
+class ModelSizes(NamedTuple):
+    """Sizes of a layer, of which a case takes those that it has, and the dtype of its arrays."""
+
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    dtype: str = "float32"
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+
+Sized = Callable[[Any, ModelSizes], "Case"]
+"""A function of a path and of sizes."""
+
+
+class _Placed:
+    """A module of ops, whose results are put somewhere."""
+
+    def __init__(self, module: Any, place: Callable[[Any], Any]):
+        self._module, self._place = module, place
+
+    def __getattr__(self, name: str) -> Any:
+        of = getattr(self._module, name)
+        if isinstance(of, type):
+            return of
+        return lambda *args, **options: self._place(of(*args, **options))
 
 
 @dataclasses.dataclass
@@ -47,6 +80,8 @@ class Case:
       within: a context to run in, which may change how the kernels divide the work.
       is_checked: whether kernels must be free of races in the interpreter.
       is_derivative: whether its gradients are derivatives: not those of inputs that are wrong.
+      moved: the arrays whose bits the results have.
+      columns: the arrays whose last dimension is that of results, and nothing else.
       form: of `tests.forms`, that all runs of a batch go through together; "" is `jit` alone.
       seed, index: what it was drawn from.
     """
@@ -64,6 +99,8 @@ class Case:
     within: Callable[[], Any] = contextlib.nullcontext
     is_checked: bool = True
     is_derivative: bool = True
+    moved: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     form: str = ""
     seed: int = 0
     index: int = 0
@@ -76,9 +113,19 @@ class Case:
         """The arrays of a case."""
         return self.draw(np.random.default_rng([self.seed, self.index, case]))
 
-    def forward(self, arrays: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The results that have cotangents, and the others."""
-        names = {"moe": moe, "jnp": jnp, "how": self.path, **self.names}
+    def normal(self, arrays: Arrays, rng: Rng, dtype: Any = None) -> Arrays:
+        """The arrays, with small numbers in those that it is differentiated by."""
+        draw = lambda of: (rng.standard_normal(of.shape) / 4).astype(dtype or of.dtype)
+        return arrays | {name: draw(arrays[name]) for name in self.gradients}
+
+    def forward(self, arrays: Any, place: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The results that have cotangents, and the others; `place` is called with the results of
+        each op."""
+        names = {"moe": moe, "how": self.path, **self.names}
+        if place is not None:
+            placed = {n: _Placed(of, place) for n, of in names.items() if inspect.ismodule(of)}
+            names |= placed
+        names |= {"jnp": jnp, "place": place}
         leaves = jax.tree.leaves(eval(self._code, names | arrays))
         named = dict(zip(self.results, leaves, strict=True))
         pulled = {name: named.pop(name) for name in self.results if f"g_{name}" in arrays}

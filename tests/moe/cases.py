@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from tests.fuzz import feed_forward, products, quantizing, scaled
 from tests.moe.activations import case as activations
-from tests.moe.case import Case
+from tests.moe.case import Case, ModelSizes, Sized
 from tests.moe.chunk_sort import case as chunk_sort
 from tests.moe.draws import Rng
 from tests.moe.permutation import case as permutation
@@ -77,3 +80,62 @@ RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *router.RANDOM,
     *quantizing.OPS,
 )
+
+
+def _product(**settings: Any) -> Sized:
+    def made(path: Any, of: ModelSizes) -> Case:
+        shape = (of.rows, of.hidden, of.width, of.experts)
+        return products.dense(path, shape, np.dtype(of.dtype), **settings)
+
+    return made
+
+
+def _scaled(kind: str, row_kind: str | None = None, **settings: Any) -> Sized:
+    def made(path: Any, of: ModelSizes) -> Case:
+        deep = of.hidden + -of.hidden % 64 if "block" in settings else of.hidden
+        wide = of.width + -of.width % 64 if settings.get("tiled") else of.width
+        shape = (of.rows, deep, wide, of.experts)
+        dtype = np.dtype(of.dtype)
+        return scaled.scaled_of(path, shape, kind, row_kind=row_kind, dtype=dtype, **settings)
+
+    return made
+
+
+def _layer(kind: Any = activations.ACTIVATIONS[0], score: Any = (), **settings: Any) -> Sized:
+    def made(path: Any, of: ModelSizes) -> Case:
+        spec = router.Spec(of.experts, of.top_k, *score)
+        shape = (of.tokens, of.hidden, of.width)
+        return feed_forward.feed_forward(path, shape, spec, kind, np.dtype(of.dtype), **settings)
+
+    return made
+
+
+# Of the sizes of a layer.
+SIZED: dict[str, Sized] = {
+    **plans.SIZED,
+    **permutation.SIZED,
+    **chunk_sort.SIZED,
+    **quantization.SIZED,
+    **activations.SIZED,
+    **router.SIZED,
+    **transformer_engine.SIZED,
+    "ragged_dot": _product(),
+    "ragged_dot, transposed": _product(transposed=True),
+    "ragged_dot, a bias": _product(biased=True, weighted=True),
+    "ragged_dot, float32": _product(result=np.dtype("float32")),
+    "ragged_dot, 8 bits": _scaled("float8_e4m3fn", "float8_e4m3fn"),
+    "ragged_dot, 8-bit weights": _scaled("float8_e4m3fn"),
+    "ragged_dot, int4": _scaled("int4", block=(32, 1), with_zeros=True),
+    "ragged_dot, MXFP4 in tiles": _scaled(
+        "float4_e2m1fn", block=(32, 1), scale_dtype="float8_e8m0fnu", tiled=True
+    ),
+    "feed_forward": _layer(),
+    "feed_forward, geglu": _layer(activations.ACTIVATIONS[1], capacity=4),
+    "feed_forward, a function": _layer(activations.FUNCTIONS[0]),
+    "feed_forward, sigmoids": _layer(score=("sigmoid", True, 2.5, None, True)),
+    "feed_forward, biases": _layer(
+        activations.ACTIVATIONS[3], ("softmax", True), biased=True, interleaved=True, capacity=4
+    ),
+    "feed_forward, given": _layer(by_logits=False, transposed=True),
+    "feed_forward, by hand": _layer(score=("softmax", True), is_by_hand=True),
+}

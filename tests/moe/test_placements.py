@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from tests.moe.placements import many
-from tests.moe.placements.case import Case
+from tests.moe.placements.case import Placement
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
@@ -25,7 +25,7 @@ PARTS, CASES = 5, 20
 
 def told(found):
     """A case that is to be looked at, as a few lines."""
-    case = Case(found.seed, found.index)
+    case = Placement(found.seed, found.index)
     return "\n".join(
         [
             f"python -m tests.moe.placements --seed {found.seed} --case {found.index}",

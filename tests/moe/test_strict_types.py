@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tests.moe import flat
-from tests.moe.placements.case import Uncut, is_float, run
-from tests.moe.placements.ops import OPS, SIZES, draw_array
+from tests.moe.placements.case import Uncut, with_gradients
+from tests.moe.placements.ops import OPS, SIZES
 from triax import moe
 from triax.moe.shared import implementation as implementations
 
@@ -48,22 +48,14 @@ def path(request, monkeypatch):
 @pytest.mark.sampled(2, 8)
 @pytest.mark.parametrize("name", OPS)
 def test_every_op(path, name):
-    for variant, op in enumerate(OPS[name]):
-        uncut = Uncut(name, variant, SIZES[0])
-        for dtype in (jnp.bfloat16, np.float64):
-            rng = np.random.default_rng(0)
-            arrays = {n: draw_array(n, rng, SIZES[0], op, dtype) for n in op.arrays.split()}
-            if dtype is np.float64:
-                arrays = {name: widest(array) for name, array in arrays.items()}
-            function = functools.partial(run, op, SIZES[0], uncut)
-            jax.eval_shape(functools.partial(pulled_back, function), arrays)
-
-
-def pulled_back(function, arrays):
-    """Results, and gradients for cotangents like them."""
-    floats = {name: array for name, array in arrays.items() if is_float(array)}
-    results, pull, others = jax.vjp(lambda moving: function(arrays | moving), floats, has_aux=True)
-    return results, others, pull(jax.tree.map(jnp.ones_like, results))
+    for dtype in ("bfloat16", "float64"):
+        one = Uncut(name, SIZES[0]._replace(dtype=dtype))
+        arrays = one.draw(np.random.default_rng(0))
+        if dtype == "float64":
+            arrays = {name: widest(array) for name, array in arrays.items()}
+        given = jax.tree.map(jnp.ones_like, one.results(arrays))
+        both = functools.partial(with_gradients, one.function, one.case.gradients)
+        jax.eval_shape(both, arrays, given)
 
 
 def widest(array):

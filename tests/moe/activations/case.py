@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.moe import draws
 from tests.moe.bounds import TINY, U32, Array, Near, Numbers, exact, rounded
-from tests.moe.case import Arrays, Case
+from tests.moe.case import Arrays, Case, ModelSizes, Sized
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import FLOATS, row_sums
 from tests.moe.quantization.case import quantized as values_of
@@ -270,6 +270,7 @@ def glu(path: str, **settings: Any) -> Case:
     case = Case("glu", path, call, ("out",), draw, expect, gradients)
     case.widest = "float32"
     case.kernels = ("glu", "glu_grad")
+    case.columns = of.names if of.layout == "two" and of.kind in ACTIVATIONS else ()
     return case
 
 
@@ -401,6 +402,26 @@ NAMED: dict[str, functools.partial[Case]] = (
         for to in _TO
     }
 )
+
+
+def _sized(op: Any = glu, **settings: Any) -> Sized:
+    def made(path: Any, of: ModelSizes) -> Case:
+        return op(path, rows=of.rows, width=of.width, dtype=of.dtype, **settings)
+
+    return made
+
+
+SIZED: dict[str, Sized] = {
+    "glu": _sized(),
+    "glu, no weights": _sized(kind=ACTIVATIONS[1], weights=""),
+    "glu, clamped and interleaved": _sized(kind=ACTIVATIONS[3], layout="interleaved"),
+    "glu, two": _sized(layout="two"),
+    "glu, no gate": _sized(kind=ACTIVATIONS[-1]),
+    "glu, a function of interleaved columns": _sized(kind=FUNCTIONS[0], layout="interleaved"),
+    "glu, a function of two": _sized(kind=FUNCTIONS[0], layout="two"),
+    "glu_gradients": _sized(gradients_of, layout="two"),
+    "quantized_glu": _sized(quantized),
+}
 # Widths of models.
 LARGE: dict[str, functools.partial[Case]] = {
     f"{name_of}, {rows} rows, {width} wide, {kind.source}, {layout}": functools.partial(

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.moe import draws
 from tests.moe.bounds import Array
-from tests.moe.case import Arrays, Case
+from tests.moe.case import Arrays, Case, Sized
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import FLOATS, MOVED
 from tests.moe.plans.case import spans
@@ -79,6 +79,7 @@ def sort_chunks(
 
     case = Case("sort_chunks_by_index", path, call, (*moved,), draw, expect, gradients)
     case.is_derivative = not is_wrong
+    case.moved, case.columns = gradients, ("x",)
     case.kernels = ("chunk_maps", *["move_rows"] * (1 + bool(gradients)))
     return case
 
@@ -133,6 +134,12 @@ NAMED: dict[str, functools.partial[Case]] = {
         }
         | {"wrong, 64 bits": _of(_SMALL, integers="int64", is_wrong=True)}
     ).items()
+}
+SIZED: dict[str, Sized] = {
+    "chunks": lambda path, of: sort_chunks(path, of.rows, of.hidden, of.experts, of.dtype),
+    "chunks, no probs": lambda path, of: sort_chunks(
+        path, of.rows, of.hidden, of.experts, of.dtype, probs=""
+    ),
 }
 LARGE: dict[str, functools.partial[Case]] = {
     f"chunks, {rows} rows, {width} wide, {chunks} chunks": _of(

@@ -12,9 +12,9 @@ import numpy as np
 
 from tests.moe import draws
 from tests.moe.bounds import Array, Near, Some, exact, rounded
-from tests.moe.case import Arrays, Case
+from tests.moe.case import Arrays, Case, Sized
 from tests.moe.draws import Rng, one_of
-from tests.moe.plans.case import Sizes, draw_sizes
+from tests.moe.plans.case import Sizes, draw_sizes, sizes_of
 from triax import moe
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -187,6 +187,7 @@ def permute(
         return wanted
 
     case = _case("permute", path, plan, call, (*moved,), draw, expect, gradients)
+    case.moved, case.columns = gradients, ("x",)
     case.kernels = ("place_few_pairs", "permute", *["unpermute"] * (1 + is_scaled))
     return case
 
@@ -229,6 +230,7 @@ def unpermute(
         return wanted | {"d_rows": plan.rows(wanted["d_rows"], row_of)}
 
     case = _case("unpermute", path, plan, call, ("out",), draw, expect, gradients)
+    case.columns = ("rows",)
     case.kernels = ("place_few_pairs", "unpermute", "unpermute_grad" if weights else "permute")
     return case
 
@@ -315,6 +317,19 @@ NAMED: dict[str, functools.partial[Case]] = {
         f"permute, {dtype}": functools.partial(permute, **_SMALL, dtype=dtype)
         for dtype in ("int8", "uint16", "int32", "bool")
     },
+}
+SIZED: dict[str, Sized] = {
+    "permute": lambda path, of: permute(path, sizes_of(of, align=4), of.hidden, of.dtype),
+    "permute, capacity": lambda path, of: permute(
+        path, sizes_of(of, capacity=4), of.hidden, of.dtype, weights="", scales=""
+    ),
+    "permute, 8 bits": lambda path, of: permute(
+        path, sizes_of(of), of.hidden, "int8", scales="float8_e4m3fn"
+    ),
+    "unpermute": lambda path, of: unpermute(path, sizes_of(of, capacity=4), of.hidden, of.dtype),
+    "unpermute, no weights": lambda path, of: unpermute(
+        path, sizes_of(of, align=4), of.hidden, of.dtype, weights=""
+    ),
 }
 # Several blocks of tokens and of the width, sums of many experts, and widths of models.
 LARGE: dict[str, functools.partial[Case]] = {

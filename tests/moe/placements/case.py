@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests import conftest  # noqa: F401  # asks for eight devices, before JAX starts
 
@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.moe.placements.ops import EXCHANGED, OPS, SIZES, Op, Sizes, draw_array
+from tests.moe import case as cases
+from tests.moe.placements.ops import EXCHANGED, OPS, SIZES
 from triax import testing
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -38,18 +39,19 @@ def is_float(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1
 
 
-def run(op: Op, sizes: Sizes, place: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
-    """The results, those that have gradients first."""
-    given = [arrays[name] for name in op.arrays.split()]
-    results = op.run(place, sizes, *given, **op.options)
+def results_of(case: cases.Case, place: Any, arrays: Arrays) -> tuple[Arrays, Arrays]:
+    """Those that have gradients first."""
+    results = case.forward(arrays, place)[1]
     floats = {name: value for name, value in results.items() if is_float(value)}
     return floats, {name: results[name] for name in results.keys() - floats.keys()}
 
 
-def with_gradients(function: Any, arrays: Arrays, given: Arrays, targets: bool) -> Any:
+def with_gradients(
+    function: Any, by: tuple[str, ...], arrays: Arrays, given: Arrays, targets: bool = False
+) -> Any:
     """Results, and gradients for given cotangents, or of the squared distance to given targets."""
-    floats = {name: value for name, value in arrays.items() if is_float(value)}
-    results, pull, others = jax.vjp(lambda moving: function(arrays | moving), floats, has_aux=True)
+    moving = {name: arrays[name] for name in by}
+    results, pull, others = jax.vjp(lambda moving: function(arrays | moving), moving, has_aux=True)
     cotangents = {name: like(given[name], result) for name, result in results.items()}
     if targets:
         cotangents = jax.tree.map(jnp.subtract, results, cotangents)
@@ -65,52 +67,77 @@ def like(array: Any, other: Any) -> Any:
     return jax.sharding.reshard(array, sharding)
 
 
-class Uncut(NamedTuple):
-    """The same on one device; compiled once."""
-
-    name: str
-    variant: int
-    sizes: Sizes
+class Uncut:
+    """A case on one device; compiled once."""
 
     mesh = None
 
-    @property
-    def op(self) -> Op:
-        return OPS[self.name][self.variant]
+    def __init__(self, name: str, sizes: cases.ModelSizes):
+        self.sizes, self.case = sizes, OPS[name](None, sizes)
+        self.function = functools.partial(results_of, self.case, self)
 
     def __call__(self, between: Any) -> Any:
         return between
 
     @functools.cache  # noqa: B019
     def program(self, targets: bool) -> Any:
-        function = functools.partial(run, self.op, self.sizes, self)
-        return jax.jit(lambda arrays, given: with_gradients(function, arrays, given, targets))
+        by = self.case.gradients
+        return jax.jit(functools.partial(with_gradients, self.function, by, targets=targets))
 
     def results(self, arrays: Arrays) -> Arrays:
         """The types of those that have gradients."""
-        return jax.eval_shape(functools.partial(run, self.op, self.sizes, self), arrays)[0]
+        return jax.eval_shape(self.function, arrays)[0]
+
+    def exact(self, arrays: Arrays, given: Arrays, results: Arrays) -> set[str]:
+        """The results and gradients that are moved, as the oracle says."""
+        cotangents = {f"g_{name}": array for name, array in given.items()}
+        with np.errstate(all="ignore"):
+            wanted = self.case.expect(arrays | cotangents, jax.device_get(results))
+        return {name for name, of in wanted.items() if isinstance(of, np.ndarray)}
+
+    def draw(self, rng: np.random.Generator) -> Arrays:
+        """Its arrays: of a move whatever floats there are, else small ones."""
+        arrays = {name: a for name, a in self.case.draw(rng).items() if name[:2] != "g_"}
+        arrays = self.case.normal(arrays, rng)
+        for name in self.case.moved:
+            # Where XLA reshards by a sum, which it does, -0.0 becomes 0.0.
+            of = arrays[name]
+            arrays[name] = testing.hostile_values(rng, of.shape, of.dtype) + np.zeros((), of.dtype)
+        return arrays
+
+
+uncut = functools.cache(Uncut)
+
+
+def compare(
+    name: str, found: Any, wanted: Any, exact: bool = False, dtype: Any = None, terms: int = 64
+) -> None:
+    """`dtype` is the least that was rounded to on the way, if it is less than that of `found`."""
+    found = np.asarray(found)
+    if exact or not is_float(found):
+        testing.assert_same_bits(found, wanted, err_msg=name)
+    else:
+        found = found.astype(dtype or found.dtype)
+        testing.assert_close(found, wanted, terms=terms, err_msg=name)
 
 
 class Wrong(AssertionError):
     """A result is not that of the uncut program."""
 
 
-class Case:
+class Placement:
     """A random program. `lines` tells what it is, as far as it has been traced."""
 
     def __init__(self, seed: int, index: int):
         # Two cases are placements of one op, which is compiled uncut for both.
         self.rng = np.random.default_rng([seed, index // 2])
-        variants = [(name, number) for name, of in OPS.items() for number in range(len(of))]
-        order = np.random.default_rng(seed).permutation(len(variants))
-        name, variant = variants[order[index // 2 % len(variants)]]
+        order = np.random.default_rng(seed).permutation([*OPS])
+        self.name = name = str(order[index // 2 % len(OPS)])
         exchanged = name.startswith("exchange")
         sizes = self.one_of(EXCHANGED if exchanged else SIZES)
-        self.dtype = self.one_of([np.float32, np.float32, jnp.bfloat16])
+        dtype = self.one_of(["float32", "float32", "bfloat16"])
         targets = self.one_of([False, True])
         self.rng = rng = np.random.default_rng([seed, index, 1])
-        self.uncut = Uncut(name, variant, sizes)
-        self.name, self.sizes, self.op = name, sizes, self.uncut.op
 
         shape, types = self.one_of(MESHES), self.one_of(TYPES)
         kinds = [self.one_of(types) for _ in shape]
@@ -124,23 +151,27 @@ class Case:
         self.is_set |= self.batch == "scan"  # else JAX 0.12 loses the type of a gradient
         self.batch_axes, self.spmd_axis_name = self.draw_batch_axes()
         if len(shape) > 1 and (self.batch == "shard_map" or exchanged):
-            self.dtype = np.float32  # JAX's sum of bfloat16 over some of the axes ends XLA on a CPU
+            dtype = "float32"  # JAX's sum of bfloat16 over some of the axes ends XLA on a CPU
+        self.dtype = jnp.dtype(dtype)
+        self.terms = 512 if exchanged else 64
+        self.uncut = uncut(name, sizes._replace(dtype=dtype))
+        self.case = self.uncut.case
         taken = {*self.batch_axes, self.spmd_axis_name} - {None}
         self.each = 2 if self.batch in ("vmap", "scan") else int(rng.integers(1, 3))
         self.count = 1 if self.batch == "none" else self.parts(taken) * self.each
         self.taken: set[str] = set()  # axes that nothing is to be cut over just now
-        self.members = [self.draw_arrays() for _ in range(self.count)]
+        self.members = [self.uncut.draw(rng) for _ in range(self.count)]
         self.axes = self.draw_dimensions()
         self.remat = self.one_of([None, None, {}, {"policy": KEPT}])
         self.gradients_inside = self.batch in ("vmap", "scan") and rng.random() < 0.4
-        self.targets = targets and "hostile" not in self.op.arrays
+        self.targets = targets and not self.case.moved
         self.given = [
             {n: self.draw(t.shape, t.dtype) for n, t in self.uncut.results(member).items()}
             for member in self.members
         ]
         self.lines = [
-            f"{name}, {self.op.run.__name__}: {self.op.arrays}; {self.op.options}",
-            f"{sizes}, {np.dtype(self.dtype)}, {'targets' if self.targets else 'cotangents'}",
+            f"{name}: {self.case.call}",
+            f"{self.uncut.sizes}, {'targets' if self.targets else 'cotangents'}",
             f"mesh {dict(self.mesh.shape)}, {[k.name for k in kinds]}, set: {self.is_set}, "
             f"devices {[d.id for d in devices.flat]}",
             f"batch: {self.batch} of {self.count}, {self.axes}, axes {self.batch_axes}, "
@@ -160,10 +191,6 @@ class Case:
 
     def draw(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return self.rng.standard_normal(shape).astype(dtype)
-
-    def draw_arrays(self) -> Arrays:
-        names = self.op.arrays.split()
-        return {n: draw_array(n, self.rng, self.sizes, self.op, self.dtype) for n in names}
 
     def draw_exchange_axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Those that experts are spread over, and others that tokens are cut over beside them."""
@@ -279,7 +306,7 @@ class Case:
     # --- the program ---------------------------------------------------------------------------
 
     def member(self, arrays: Arrays) -> Any:
-        function = functools.partial(run, self.op, self.sizes, self)
+        function = functools.partial(results_of, self.case, self)
         function = function if self.remat is None else jax.checkpoint(function, **self.remat)
         return function(arrays)
 
@@ -306,6 +333,7 @@ class Case:
         if self.gradients_inside:
             function = lambda both: with_gradients(
                 self.member,
+                self.case.gradients,
                 {name: both[name] for name in arrays},
                 {name: both[f"for {name}"] for name in given},
                 self.targets,
@@ -314,7 +342,8 @@ class Case:
             axes = self.axes | dict.fromkeys(renamed, 0)
             return self(self.batched(function, arrays | renamed, axes))
         function = lambda arrays: self.batched(self.member, arrays, self.axes)
-        return self(with_gradients(function, self(arrays), self(given), self.targets))
+        by = self.case.gradients
+        return self(with_gradients(function, by, self(arrays), self(given), self.targets))
 
     def check(self) -> None:
         """Raises `Wrong`, or what Triax or JAX raise."""
@@ -331,11 +360,12 @@ class Case:
         with jax.set_mesh(self.mesh) if self.is_set else contextlib.nullcontext():
             found = jax.jit(self.program, out_shardings=out)(*placed)
         for name, array in wanted.items():
-            self.compare(name, np.asarray(found[name]), array)
+            self.compare(name, found[name], array)
 
     def wanted(self) -> Arrays:
         program = self.uncut.program(self.targets)
         outputs = [program(*each) for each in zip(self.members, self.given, strict=True)]
+        self.exact = self.uncut.exact(self.members[0], self.given[0], outputs[0])
         wanted = {}
         for name in outputs[0]:
             axis = self.axes.get(name.removeprefix("d_"), 0)
@@ -353,13 +383,10 @@ class Case:
             return np.asarray(trees[0][name])
         return np.stack([np.asarray(tree[name]) for tree in trees], axis)
 
-    def compare(self, name: str, found: np.ndarray, wanted: np.ndarray) -> None:
+    def compare(self, name: str, found: Any, wanted: Any) -> None:
         # Of an array that a batch shares, the gradient of a move is a sum: in float64 here.
-        moved = name in self.op.moves.split() and found.dtype == wanted.dtype
+        exact = name in self.exact and found.dtype == wanted.dtype
         try:
-            if moved or not is_float(found):
-                testing.assert_same_bits(found, wanted)
-            else:  # what was rounded to bfloat16 on the way is no better
-                testing.assert_close(found.astype(self.dtype), wanted, terms=self.op.terms)
+            compare(name, found, wanted, exact, self.dtype, self.terms)
         except AssertionError as error:
-            raise Wrong(f"{name}: {error}") from None
+            raise Wrong(str(error)) from None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import jax
 
-from tests.moe.placements.case import Case, Wrong
+from tests.moe.placements.case import Placement, Wrong
 
 
 class Outcome(NamedTuple):
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
 
 def outcome(seed: int, index: int) -> Outcome:
-    case = Case(seed, index)
+    case = Placement(seed, index)
     result = functools.partial(Outcome, seed, index, case.name)
     try:
         case.check()
@@ -62,7 +62,9 @@ def outcomes(seed: int, indices: Sequence[int], jobs: int = 1) -> Iterator[Outco
             return found
         except BrokenProcessPool:
             local.pool = None
-            return Outcome(seed, index, Case(seed, index).name, "refused", "The process ended.")
+            return Outcome(
+                seed, index, Placement(seed, index).name, "refused", "The process ended."
+            )
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as threads:
         yield from threads.map(run, indices)
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     asked = parser.parse_args()
     if asked.case is not None:
-        case = Case(asked.seed, asked.case)
+        case = Placement(asked.seed, asked.case)
         print(*case.lines, sep="\n", flush=True)
         case.say = functools.partial(print, flush=True)
         case.check()

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.moe import draws
 from tests.moe.bounds import Array
-from tests.moe.case import Arrays, Case
+from tests.moe.case import Arrays, Case, ModelSizes, Sized
 from tests.moe.draws import Rng, one_of
 from triax import moe
 from triax.moe.plans import launchers
@@ -90,6 +90,11 @@ class Sizes(NamedTuple):
 
     def plan(self, ids: Array) -> Plan:
         return plan_of(ids, self.experts, self.rows, self.capacity, self.align)
+
+
+def sizes_of(of: ModelSizes, **options: int) -> Sizes:
+    """Those of a layer, and `make_plan`'s options."""
+    return Sizes(of.tokens, of.top_k, of.experts)._replace(**options)
 
 
 def ready_plan(ids: Array, num_experts: int, **options: int) -> moe.Plan:
@@ -240,6 +245,12 @@ NAMED: dict[str, functools.partial[Case]] = {
         for i, (tokens, slots, experts) in enumerate(_MASKS)
         for align, capacity in [((1, None), (8, 7), (16, None))[i % 3]]
     },
+}
+SIZED: dict[str, Sized] = {
+    "plan": lambda path, of: make_plan(path, sizes_of(of)),
+    "plan, aligned": lambda path, of: make_plan(path, sizes_of(of, align=4, capacity=3)),
+    "mask": lambda path, of: make_plan_from_mask(path, sizes_of(of, align=4)),
+    "mask, capacity": lambda path, of: make_plan_from_mask(path, sizes_of(of, slots=2, capacity=3)),
 }
 LARGE: dict[str, functools.partial[Case]] = {
     f"mask, {tokens} tokens, {slots} of {experts} experts": _of(

@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.moe import draws
 from tests.moe.bounds import TINY, Array, Numbers
-from tests.moe.case import Arrays, Case
+from tests.moe.case import Arrays, Case, Sized
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import FLOATS
 
@@ -262,6 +262,14 @@ NAMED: dict[str, functools.partial[Case]] = (
     }
 )
 # Widths of models.
+SIZED: dict[str, Sized] = {
+    "quantize": lambda path, of: quantize(
+        path, (of.rows, of.hidden), (1, None), dtype=of.dtype, kind="rows"
+    ),
+    "quantize, columns": lambda path, of: quantize(
+        path, (of.experts, of.hidden, of.width), (1, None, 1), True, dtype=of.dtype, kind="rows"
+    ),
+}
 LARGE: dict[str, functools.partial[Case]] = {
     f"quantize, {of[0]} in {of[1]}{' transposed' * (len(of) > 2)}, {to}": _blocks(
         *of, to=to, dtype=FLOATS[(i + j) % 3]

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.moe.bounds import TINY, U32, Array, Near, Some
-from tests.moe.case import Arrays, Case
+from tests.moe import draws
+from tests.moe.bounds import TINY, U32, Array, Near, Some, rounded
+from tests.moe.case import Arrays, Case, Sized
 from tests.moe.draws import Rng, one_of
 
 
@@ -343,6 +344,56 @@ def route(
     return case
 
 
+def losses(path: str, tokens: int, experts: int, score: str, dtype: Any = "float32") -> Case:
+    """Of tokens of which some have tiny scores, or none."""
+    call = f"moe.load_balancing_loss(logits, counts, score={score!r}), moe.router_z_loss(logits)"
+
+    def draw(rng: Rng) -> Arrays:
+        logits = (2 * rng.standard_normal((tokens, experts), np.float32)).astype(dtype)
+        logits[rng.random(tokens) < 0.2] -= np.asarray(60, dtype)
+        logits[rng.random(tokens) < 0.2] = -np.inf
+        counts = rng.multinomial(3 * tokens, draws.shares(rng, experts)).astype(np.int32)
+        cotangents = {f"g_{n}": rng.standard_normal((), np.float32) for n in ("balance", "size")}
+        return {"logits": logits, "counts": counts, **cotangents}
+
+    def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
+        x = arrays["logits"].astype(np.float64)
+        kept = np.isfinite(x)
+        logs = np.where(kept, x if score == "softmax" else -np.logaddexp(0, -x), -np.inf)
+
+        def scores_and_size(logs: Array) -> tuple[Array, Array, Array]:
+            most = np.max(np.where(kept, logs, -1e9), 1, keepdims=True)
+            powers = np.where(kept, np.exp(logs - most), 0)
+            total = powers.sum(1, keepdims=True) + ~kept.any(1, keepdims=True)
+            far = np.where(kept, abs(logs) + abs(logs - most), 0)
+            size = np.where(kept.any(1), most[:, 0] + np.log(total[:, 0]), 0)
+            return powers / total, U32 * (64 + 2 * experts + 8 * far.max(1, keepdims=True)), size
+
+        share = arrays["counts"] / max(arrays["counts"].sum(), 1)
+        scores, off, _ = scores_and_size(logs)
+        terms = experts / tokens * share * scores
+        balance = Near(terms.sum(), ((off + tokens * U32) * terms).sum())
+        slope = 1 if score == "softmax" else 1 / (1 + np.exp(np.where(kept, x, 0)))
+        back = float(arrays["g_balance"]) * experts / tokens * scores * slope
+        mean = (share * scores).sum(1, keepdims=True)
+        parts = [Near(back * (share - mean), 3 * off * abs(back) * (share + mean))]
+
+        scores, off, size = scores_and_size(x)
+        each = U32 * (16 + experts + 4 * abs(size))
+        squares = ((2 * abs(size) + each) * each + (tokens + 8) * U32 * size**2).sum() / tokens
+        back = float(arrays["g_size"]) * 2 / tokens * scores
+        error = abs(back) * (2 * off * abs(size[:, None]) + each[:, None]) + TINY * kept
+        parts.append(Near(back * size[:, None], error))
+        a, b = (rounded(part, dtype) for part in parts)
+        size = Near((size**2).sum() / tokens, squares)
+        return {"balance": balance, "size": size, "d_logits": rounded(a + b, dtype)}
+
+    results = ("balance", "size")
+    case = Case("losses", path, call, results, draw, expect, ("logits",))
+    case.widest = "float32"
+    return case
+
+
 RANDOM = (draw_route,)
 _SIGMOID: dict[str, Any] = {"score": "sigmoid", "normalize": True, "scale": 2.5}
 _SPECS: dict[str, tuple[int, Spec]] = {
@@ -402,6 +453,13 @@ NAMED: dict[str, functools.partial[Case]] = (
         for score in ("softmax", "sigmoid")
     }
     | {
+        f"losses, {score}, {dtype}": functools.partial(
+            losses, tokens=50, experts=12, score=score, dtype=dtype
+        )
+        for score in ("softmax", "sigmoid")
+        for dtype in ("float32", "bfloat16")
+    }
+    | {
         f"route, chosen already, {score}, {normalize}": functools.partial(
             route, spec=Spec(12, 4, score, normalize, 2.0), tokens=9, is_given=True, kind=kind
         )
@@ -409,6 +467,23 @@ NAMED: dict[str, functools.partial[Case]] = (
         for normalize, kind in ((False, "far"), (True, "low"))
     }
 )
+
+
+def _sized(**settings: Any) -> Sized:
+    return lambda path, of: route(path, Spec(of.experts, of.top_k, **settings), of.tokens)
+
+
+SIZED: dict[str, Sized] = {
+    "route": _sized(**_SIGMOID, biased=True),
+    "route, softmax": _sized(),
+    "route, groups": _sized(groups=(2, 1, "top2"), biased=True),
+    **{
+        f"losses, {score}": lambda path, of, score=score: losses(
+            path, of.tokens, of.experts, score, of.dtype
+        )
+        for score in ("softmax", "sigmoid")
+    },
+}
 # Routers of models, and what is larger than they are.
 LARGE: dict[str, functools.partial[Case]] = {
     f"route, {name}": functools.partial(route, spec=spec, tokens=tokens, dtype=dtype)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tests.moe import draws
-from tests.moe.bounds import Array, Near, Some, exact, rounded
-from tests.moe.case import Arrays, Case
+from tests.moe.bounds import U32, Array, Near, Some, exact, rounded
+from tests.moe.case import Arrays, Case, ModelSizes, Sized
 from tests.moe.chunk_sort.case import sort_chunks
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import back, move, summed, weighted_sums
-from tests.moe.plans.case import Sizes, plan_of
+from tests.moe.plans.case import Sizes, plan_of, sizes_of
 from tests.moe.router.case import Spec, harden
 from triax.moe import transformer_engine as te
 
@@ -116,7 +116,9 @@ def dispatch(path: str, **settings: Any) -> Case:
 
     gradients = ("inp", *["probs"] * probs)
     names = {"te": te}
-    return Case("token_dispatch", path, call, (*results,), draw, expect, gradients, names)
+    case = Case("token_dispatch", path, call, (*results,), draw, expect, gradients, names)
+    case.moved, case.columns = gradients, ("inp",)
+    return case
 
 
 def combine(path: str, **settings: Any) -> Case:
@@ -162,7 +164,9 @@ def combine(path: str, **settings: Any) -> Case:
         return result
 
     gradients = ("inp", *["merging_probs"] * probs)
-    return Case("token_combine", path, call, ("out",), draw, expect, gradients, {"te": te})
+    case = Case("token_combine", path, call, ("out",), draw, expect, gradients, {"te": te})
+    case.columns = ("inp",)
+    return case
 
 
 def select(path: str, **settings: Any) -> Case:
@@ -354,6 +358,26 @@ def chunks(path: str, is_3d: bool = False, **settings: Any) -> Case:
     return Case("te_chunks", path, call, results, draw, expect, ("x",), {"te": te})
 
 
+def aux_loss(path: str, tokens: int, experts: int, dtype: Any = "float32") -> Case:
+    def draw(rng: Rng) -> Arrays:
+        return {
+            "probs": draws.values(rng, (tokens, experts), dtype, one_of(rng, draws.KINDS[:4])),
+            "counts": rng.multinomial(2 * tokens, draws.shares(rng, experts)).astype(np.int32),
+            "g_loss": draws.values(rng, (), dtype),
+        }
+
+    def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
+        factor = experts * 0.1 * arrays["counts"] / (2 * tokens**2)
+        terms = arrays["probs"].astype(np.float64) * factor
+        d_probs = np.broadcast_to(float(arrays["g_loss"]) * factor, terms.shape)
+        loss = Near(terms.sum(), (tokens + experts + 8) * U32 * abs(terms).sum())
+        back = Near(d_probs, 8 * U32 * abs(d_probs))
+        return {"loss": rounded(loss, dtype), "d_probs": rounded(back, dtype)}
+
+    call = "te.fused_moe_aux_loss(probs, counts, 2, 0.1)"
+    return Case("aux_loss", path, call, ("loss",), draw, expect, ("probs",), {"te": te})
+
+
 _ORDINARY: dict[str, Any] = {"tokens": 12, "experts": 6, "width": 5}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
@@ -407,6 +431,10 @@ NAMED: dict[str, functools.partial[Case]] = {
         ("selected experts, 2", select, _ORDINARY | {"top_k": 2}),
         ("selected experts, all", select, _ORDINARY | {"is_3d": True, "map_dtype": "int32"}),
         ("selected experts, floats", select, _ORDINARY | {"top_k": 2, "map_dtype": "float32"}),
+        *(
+            (f"loss, {dtype}", aux_loss, {"tokens": 20, "experts": 6, "dtype": dtype})
+            for dtype in ("float32", "bfloat16")
+        ),
         ("chunks, 3-D", chunks, {"rows": 70, "width": 5, "chunks": 6, "is_3d": True}),
         ("chunks, 2-D", chunks, {"rows": 33, "width": 5, "chunks": 6}),
         *(
@@ -430,4 +458,35 @@ LARGE: dict[str, functools.partial[Case]] = {
     )
     for op in (dispatch, combine)
     for tokens, width, align in ((1, 64, None), (400, 515, 128), (500, 1024, None))
+}
+
+
+def _sized(op: Any, **settings: Any) -> Sized:
+    def made(path: Any, of: ModelSizes) -> Case:
+        return op(
+            path, tokens=of.tokens, experts=of.experts, width=of.hidden, dtype=of.dtype, **settings
+        )
+
+    return made
+
+
+SIZED: dict[str, Sized] = {
+    "TransformerEngine's dispatch": _sized(dispatch),
+    "TransformerEngine's dispatch, padding": _sized(dispatch, align=4),
+    "TransformerEngine's combine": _sized(combine),
+    "TransformerEngine's combine, padding": _sized(combine, align=4),
+    "TransformerEngine's selected experts": _sized(select),
+    "TransformerEngine's ids": lambda path, of: by_ids(
+        path, sizes_of(of)._replace(tokens=2 * of.tokens), of.hidden, roll=1, align=4
+    ),
+    "TransformerEngine's router": lambda path, of: route(
+        path, Spec(of.experts, of.top_k, "sigmoid", biased=True), of.tokens, bits="1"
+    ),
+    "TransformerEngine's scores": lambda path, of: route(
+        path, Spec(of.experts, of.top_k), of.tokens, aux=True
+    ),
+    "TransformerEngine's loss": lambda path, of: aux_loss(path, of.tokens, of.experts, of.dtype),
+    "TransformerEngine's chunks": lambda path, of: chunks(
+        path, rows=of.rows, width=of.hidden, chunks=of.experts, dtype=of.dtype
+    ),
 }
