@@ -41,8 +41,10 @@ _DTYPES = {
 }
 
 
-# Not read: tokens stay in their dtype.
-_OF_TOKENS = "input_scale", "activation_scale", "input_global_scale", "qscale_act"
+# Not read: tokens, and the cache of attention, stay in their dtype.
+_OF_TOKENS = (
+    *("input_scale", "activation_scale", "input_global_scale", "qscale_act", "k_scale", "v_scale"),
+)
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # of an expert in a name
 
 
@@ -63,7 +65,8 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     Attributes:
       folder, files: its path, and that of each tensor's file by the tensor's name.
-      config: what `config.json` holds; empty if there is none.
+      config: what `config.json` holds; empty if there is none. If it has no `quantization_config`,
+        that of ModelOpt's `hf_quant_config.json` stands there.
 
     Raises:
       CheckpointError: a folder or file is missing, or a file damaged; the message names it.
@@ -78,6 +81,9 @@ class Checkpoint(Mapping[str, np.ndarray]):
         config, index = self.folder / "config.json", self.folder / _INDEX
         with _reading(config):
             self.config = _parsed(config, config.read_bytes()) if config.exists() else {}
+            of_modelopt, key = self.folder / "hf_quant_config.json", "quantization_config"
+            if key not in self.config and of_modelopt.exists():
+                self.config[key] = _parsed(of_modelopt, of_modelopt.read_bytes(), "quantization")
         with _reading(index):
             text = index.read_bytes() if file != path and index.exists() else None
         if text is not None:

@@ -76,6 +76,22 @@ def mxfp8(out, depth):
     }
 
 
+def nvfp4(*names):
+    """Weights with scales of 16, and one more for each linear layer."""
+
+    def make(out, depth):
+        scales = rng.integers(0, 127, (out, depth // 16), np.uint8)
+        scale_2 = np.float32(2.0 ** rng.integers(-9, 9))  # 1 / scale_2 is exact
+        if names[-1] == "weight_global_scale":
+            scale_2 = np.array([scale_2])
+        values = rng.integers(0, 256, (out, depth // 2), np.uint8)
+        return dict(
+            zip(names, (values, scales.view(ml_dtypes.float8_e4m3fn), scale_2), strict=True)
+        )
+
+    return make
+
+
 def in_8_bits(scale, *sizes, dtype=ml_dtypes.float8_e4m3fn, of_scales=np.float32):
     """Weights with scales of the sizes, where a number is that of a block."""
 
@@ -166,6 +182,28 @@ FORMATS = {
         mxfp4("weight_packed", "weight_scale"),
         moe.from_mxfp4,
         of_group("mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8"),
+    ),
+    "nvfp4": (
+        nvfp4("weight", "weight_scale", "weight_scale_2"),
+        moe.from_nvfp4,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    ),
+    "nvfp4_of_compressed_tensors": (
+        nvfp4("weight_packed", "weight_scale", "weight_global_scale"),
+        lambda packed, scale, of_all: moe.from_nvfp4(packed, scale, 1 / of_all),
+        of_group(
+            "nvfp4-pack-quantized",
+            num_bits=4,
+            type="float",
+            strategy="tensor_group",
+            group_size=16,
+            scale_dtype="torch.float8_e4m3fn",
+        ),
+    ),
+    "modelopt_fp8": (
+        in_8_bits("weight_scale"),
+        moe.from_8_bits,
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
     ),
     "quark": (mxfp4("weight", "weight_scale"), moe.from_mxfp4, QUARK),
     "deepseek_v4": (

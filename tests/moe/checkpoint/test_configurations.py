@@ -404,6 +404,18 @@ def test_keys_of_another_format(name, key, value):
         ("mxfp4", {"group_size": 16}, "group_size.* must be one of 32; got 16"),
         ("mxfp4", {"strategy": "channel"}, "strategy.* must be one of 'group'; got 'channel'"),
         ("mxfp4", {"format": "nvfp4-pack-quantized"}, "'mxfp4-pack-quantized'; got 'nvfp4-"),
+        ("nvfp4", {"quant_algo": "FP8"}, "quant_algo.* must be one of 'NVFP4'; got 'FP8'"),
+        ("nvfp4", {"quant_algo": "MIXED_PRECISION"}, "must be one of 'NVFP4'; got 'MIXED_PRECIS"),
+        ("nvfp4", {"group_size": 32}, "group_size.* must be one of 16; got 32"),
+        ("nvfp4", {"quant_method": "compressed-tensors"}, "be one of 'modelopt'; got 'compressed"),
+        ("nvfp4_of_compressed_tensors", {"group_size": 32}, "must be one of 16; got 32"),
+        (
+            "nvfp4_of_compressed_tensors",
+            {"format": "mxfp4-pack-quantized"},
+            "must be one of 'nvfp4-pack-quantized'; got 'mxfp4-pack-quantized'",
+        ),
+        ("nvfp4_of_compressed_tensors", {"strategy": "group"}, "'tensor_group'; got 'group'"),
+        ("modelopt_fp8", {"quant_algo": "NVFP4"}, "quant_algo.* must be one of 'FP8'; got 'NVFP4'"),
         ("mxfp8", {"type": "int"}, "type.* must be one of 'float'; got 'int'"),
         ("mxfp8", {"format": "float-quantized"}, "must be one of 'mxfp8-quantized'; got 'float-q"),
         ("mxfp8", {"group_size": 64}, r"`block_size` \(1, 64\); got \(96, 2\)"),
@@ -488,9 +500,31 @@ AWQ = {
 }
 
 
+MODELOPT = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "dynamic": False,
+                "group_size": 16,
+                "num_bits": 4,
+                "type": "float",
+            },
+            "targets": ["Linear"],
+            "weights": {"dynamic": False, "group_size": 16, "num_bits": 4, "type": "float"},
+        }
+    },
+    "ignore": ["lm_head", "model.layers.0.mlp.gate"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.33.0"},
+    "quant_algo": "NVFP4",
+    "quant_method": "modelopt",
+}
+
+
 @pytest.mark.parametrize(
     ("name", "published"),
     [
+        ("nvfp4", MODELOPT),
         ("packed", KIMI_K2),
         ("gptq", GPTQ_MODEL),
         ("awq", AWQ),

@@ -201,6 +201,22 @@ def test_one_file(tmp_path):
     assert found.folder == tmp_path
 
 
+def test_the_configuration_of_modelopt(tmp_path):
+    """It is in a file of its own, unless `config.json` has one."""
+    said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    write(tmp_path, {"a": np.int8([1])}, {"model_type": "qwen3_moe"})
+    text = json.dumps({"producer": {"name": "modelopt"}, "quantization": said})
+    (tmp_path / "hf_quant_config.json").write_text(text)
+    found = moe.Checkpoint(tmp_path).config
+    assert found == {"model_type": "qwen3_moe", "quantization_config": said}
+    write(tmp_path, {"a": np.int8([1])}, {"quantization_config": {"quant_method": "modelopt"}})
+    assert moe.Checkpoint(tmp_path).config == {"quantization_config": {"quant_method": "modelopt"}}
+    write(tmp_path, {"a": np.int8([1])}, {})
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json is truncated or damaged"):
+        moe.Checkpoint(tmp_path)
+
+
 def test_a_name_that_is_not_there_has_its_nearest(tmp_path, monkeypatch):
     names = "model.layers.0.mlp.gate.weight", "model.norm.weight"
     write(tmp_path, {name: np.int8([1]) for name in names}, files=1)

@@ -289,7 +289,6 @@ def test_tensors_beside_stacks_that_are_not_known(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "0.gate_proj.weight_scale_2",
         "0.gate_proj.pre_quant_scale",
         "0.w1.bias",
         "0",
@@ -305,10 +304,14 @@ def test_tensors_of_experts_that_are_not_known(name):
     with pytest.raises(CheckpointError, match=rf"`{MLP}.experts.\S*` is not known beside"):
         read(tensors | {f"{MLP}.experts.{name}": floats(1)})
     of_tokens = {f"{MLP}.experts.{e}.up_proj.input_scale": floats(1) for e in range(EXPERTS)}
+    of_tokens |= {f"{MLP}.experts.0.up_proj.{of}_scale": floats(1) for of in ("k", "input_global")}
     assert read(tensors | of_tokens).w_down.shape == read(tensors).w_down.shape
 
 
 def test_tensors_of_two_formats():
+    other = {f"{MLP}.experts.{e}.up_proj.weight_scale_2": floats(1) for e in range(EXPERTS)}
+    with pytest.raises(CheckpointError, match="`weight` must be an array of uint8; got float8_e4m"):
+        read(layer(in_8_bits("weight_scale")) | other)
     other = {f"{MLP}.experts.{e}.up_proj.weight_scale_inv": floats(1) for e in range(EXPERTS)}
     with pytest.raises(CheckpointError, match="No known format has all of these tensors: weight"):
         read(layer(in_8_bits("weight_scale")) | other)

@@ -388,6 +388,14 @@ def _read_mxfp4(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArra
     return _mxfp4(name, own[name], "weight_scale", own["weight_scale"], False)
 
 
+def _read_nvfp4(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
+    if "weight_scale_2" in own:
+        numbers, scale_2 = own["weight"], own["weight_scale_2"]
+    else:  # compressed-tensors divides
+        numbers, scale_2 = own["weight_packed"], 1 / own["weight_global_scale"]
+    return from_nvfp4(numbers, own["weight_scale"], scale_2, tiles=False)
+
+
 def _read_8_bits(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
     weights = own["weight"], own["weight_scale"]
     return from_8_bits(*weights, block_size=_block_size(config), tiles=False)
@@ -420,8 +428,24 @@ _MXFP4 = _MX | {
     "qscheme": "per_group",
     "expert_dtype": "fp4",
 }
+_NVFP4 = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "num_bits": 4,
+    "type": "float",
+    "group_size": 16,
+}
+_NVFP4_PACKED = {
+    "quant_method": "compressed-tensors",
+    "num_bits": 4,
+    "type": "float",
+    "format": "nvfp4-pack-quantized",
+    "strategy": "tensor_group",
+    "group_size": 16,
+}
 _FLOAT8 = {
-    "quant_method": ("fp8", "fbgemm_fp8", "compressed-tensors", "quark"),
+    "quant_method": ("fp8", "fbgemm_fp8", "compressed-tensors", "quark", "modelopt"),
+    "quant_algo": "FP8",
     "num_bits": 8,
     "type": "float",
     "format": ("float-quantized", "naive-quantized"),
@@ -437,12 +461,15 @@ _INT8 = {
 }
 _PACKED_TENSORS = "weight_packed weight_scale weight_shape? weight_zero_point? weight_g_idx?"
 _MXFP4_TENSORS = "weight? weight_packed? weight_scale weight_zero_point?"
+_NVFP4_TENSORS = "weight_packed weight_scale weight_global_scale"
 _TENSORS = "weight weight_scale weight_zero_point?"
 FORMATS = (
     Format("qweight qzeros scales g_idx?", (), (), _GPTQ, _read_gptq),
     Format("qweight qzeros scales", (), (), _AWQ, _read_awq),
     Format(_PACKED_TENSORS, ("int32",), (), _PACKED, _read_packed),
     Format(_MXFP4_TENSORS, ("uint8", "int8"), _POWERS, _MXFP4, _read_mxfp4),
+    Format("weight weight_scale weight_scale_2", ("uint8",), (E4M3.name,), _NVFP4, _read_nvfp4),
+    Format(_NVFP4_TENSORS, ("uint8",), (E4M3.name,), _NVFP4_PACKED, _read_nvfp4),
     Format(_TENSORS, _FP8, _FLOATS, _FLOAT8, _read_8_bits),
     Format(_TENSORS, _FP8, _POWERS, _FLOAT8 | _MX | {"format": "mxfp8-quantized"}, _read_8_bits),
     Format(_TENSORS, ("int8",), _FLOATS, _INT8, _read_8_bits),
@@ -480,6 +507,10 @@ KEYS = {
         "model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block "
         "modules_in_block_to_quantize pack_dtype pad_token_id static_groups tokenizer "
         "true_sequential use_cuda_fp16 use_exllama",
+    ),
+    "modelopt": (
+        "config_groups dynamic group_size ignore num_bits quant_algo type",
+        "exclude_modules kv_cache_quant_algo kv_cache_scheme producer",
     ),
     "mxfp4": ("", "dequantize modules_to_not_convert"),
     "quark": (
