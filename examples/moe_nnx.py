@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from triax import moe
 
 HIDDEN, WIDTH, EXPERTS = 32, 48, 8
-MICROBATCHES, TOKENS = 4, 128  # the tokens of a microbatch
+MICROBATCHES, TOKENS = 4, 168  # of a microbatch, for up to eight devices but five
 CAPACITY = 1.25  # of a balanced router's need
 STEPS, SAVED_AT = 12, 6
 ALL = ("data", "expert")
