@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt-oss": IN_FLOATS,
     "gpt-oss in MXFP4": random_checkpoint.TINY_GPT_OSS,
     "Qwen3-MoE": random_checkpoint.TINY_QWEN3_MOE,
+    "Qwen3-MoE in float8": random_checkpoint.TINY_QWEN3_MOE_FP8,
     "Qwen3-MoE with all options": random_checkpoint.TINY_QWEN3_MOE_ALL,
 }
 

@@ -2,8 +2,9 @@
 
     tensors = draw(TINY_GPT_OSS)  # a dictionary of NumPy arrays
 
-gpt-oss' experts are in MXFP4 where the configuration says so, as published; Qwen3-MoE's are one by
-one. Arrays depend on the seed alone, so that logits can be recorded in another process.
+gpt-oss' experts are in MXFP4 where the configuration says so, as published. Qwen3-MoE's are one by
+one, and in float8 with their attention where it says so. Arrays depend on the seed alone, so that
+logits can be recorded in another process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 GPT_OSS_20B = {
@@ -104,6 +106,17 @@ TINY_QWEN3_MOE_ALL = {
     "use_sliding_window": True,
     "tie_word_embeddings": True,
 }
+# As Qwen3-30B-A3B-FP8, whose blocks are 128 by 128.
+TINY_QWEN3_MOE_FP8 = {
+    **TINY_QWEN3_MOE,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+        "quant_method": "fp8",
+        "weight_block_size": [32, 32],
+    },
+}
 
 
 def draw(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
@@ -123,7 +136,13 @@ def draw(config: dict[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict
         normal(f"{name}.weight", size, scale=0.1, mean=1.0)
 
     def linear(name: str, out: int, into: int, bias: bool = False) -> None:
-        normal(f"{name}.weight", out, into, scale=into**-0.5)
+        if "_proj" in name and "quantization_config" in config and not is_gpt_oss:
+            numbers = rng.standard_normal((out, into), np.float32)
+            scales = rng.random((out // 32, into // 32), np.float32) + 0.5
+            found[f"{name}.weight"] = numbers.astype(ml_dtypes.float8_e4m3fn)
+            found[f"{name}.weight_scale_inv"] = scales * np.float32(into**-0.5)
+        else:
+            normal(f"{name}.weight", out, into, scale=into**-0.5)
         if bias:
             normal(f"{name}.bias", out, scale=0.1)
 

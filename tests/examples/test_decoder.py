@@ -18,6 +18,7 @@ from benchmarks import logits as recorded
 from tests.examples.test_moe_layer import EXAMPLES, assert_is_in_the_gallery, load
 from tests.examples.test_serving import check_served, in_jail, lowered_for_cuda
 from tests.moe.checkpoint import layers
+from tests.moe.checkpoint.files import write
 from tests.moe.quantization.oracle import exactly
 from triax import moe
 from triax.emitting.reading import triton_calls
@@ -78,6 +79,7 @@ nightly = pytest.mark.nightly("each configuration has another size")
     [
         (GPT_OSS, 1),
         ("Qwen3-MoE", 8),
+        ("Qwen3-MoE in float8", 6),
         pytest.param("gpt-oss", 12, marks=slow),
         pytest.param("Qwen3-MoE with all options", 1, marks=slow),
         *(pytest.param(name, len(PROMPT), marks=nightly) for name in recorded.CONFIGS),
@@ -213,12 +215,14 @@ def test_no_steps_and_no_prompts(checkpoints):
         decoder.generate(config, params, [], 1)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "blocks", "channels"])
-def test_quantized_attention_is_widened(name):
-    """As published models have it: each linear layer of attention, and here the experts too."""
+def quantized(name):
+    """A Qwen3-MoE whose attention and experts are in a format, as published.
+
+    Returns its configuration, its tensors, and those with widened attention.
+    """
     make, one, quantization = layers.FORMATS[name]
     given = recorded.CONFIGS["Qwen3-MoE"] | {"quantization_config": quantization}
-    stored = recorded.random_checkpoint.draw(given)
+    stored = recorded.random_checkpoint.draw(recorded.CONFIGS["Qwen3-MoE"])
     wide = dict(stored)
     for weight in [n for n in stored if re.search(r"(self_attn|experts)\..*proj\.weight$", n)]:
         stem = weight.removesuffix("weight")
@@ -231,6 +235,13 @@ def test_quantized_attention_is_widened(name):
             wide[weight] = exactly(one(*own.values())).T.astype(wide["model.norm.weight"].dtype)
         if name == "gptq":  # AutoGPTQ writes them
             stored[f"{stem}bias"] = np.zeros(len(own["scales"].T), np.float16)
+    return given, stored, wide
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "blocks", "channels", "mxfp4"])
+def test_quantized_attention_is_widened(name):
+    """As published models have it: each linear layer of attention, and here the experts too."""
+    given, stored, wide = quantized(name)
     found, wanted = decoder.load(stored, given), decoder.load(wide, given)
     assert found[0] == wanted[0]
     assert isinstance(found[1]["layers"][0]["experts"].w_down, moe.ScaledArray)
@@ -356,12 +367,22 @@ def test_experts_over_two_devices(checkpoints, name):
 
 
 @pytest.mark.slow("it compiles the step twice and starts a process")
-@pytest.mark.parametrize("devices", [1, 2])
-def test_served_with_its_weights(checkpoints, tmp_path, monkeypatch, capsys, devices):
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [(GPT_OSS, 1), (GPT_OSS, 2), ("Qwen3-MoE in float8", 1), ("gptq", 1)],
+)
+def test_served_with_its_weights(checkpoints, tmp_path, monkeypatch, capsys, name, devices):
     """In a process that has JAX alone: the tokens of `generate`."""
     if jax.device_count() < devices:
         pytest.skip("needs two devices")
-    folder, step, weights = checkpoints(GPT_OSS), tmp_path / "step.bin", tmp_path / "weights.bin"
+    if name in layers.FORMATS:
+        given, stored, _ = quantized(name)
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder, stored, given, files=2)
+    else:
+        folder = checkpoints(name)
+    step, weights = tmp_path / "step.bin", tmp_path / "weights.bin"
     export = load("serving/export_decoder")
     command = ["", str(folder), str(step), str(weights), "--length=64", f"--devices={devices}"]
     monkeypatch.setattr("sys.argv", [*command, "--platforms", "cpu"])
@@ -373,6 +394,11 @@ def test_served_with_its_weights(checkpoints, tmp_path, monkeypatch, capsys, dev
     assert done.returncode == 0, done.stderr
     wanted = decoder.generate(*decoder.load(moe.Checkpoint(folder)), [PROMPT[:7]], 6)[0]
     assert done.stdout.split() == ["next", "tokens:", *map(str, wanted)]
+    monkeypatch.setattr(
+        "sys.argv", ["", str(folder), "--steps=6", "--prompt", *map(str, PROMPT[:7])]
+    )
+    decoder.main()  # as the documentation's "Your first model" runs it
+    assert capsys.readouterr().out.startswith(done.stdout)
 
 
 def test_files_of_arrays(tmp_path):
