@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz import feed_forward, products, quantizing, scaled
+from tests.fuzz import products, quantizing, scaled
 from tests.moe.activations import case as activations
 from tests.moe.case import Case, ModelSizes, Sized
 from tests.moe.chunk_sort import case as chunk_sort
 from tests.moe.draws import Rng
+from tests.moe.layer import case as layer
 from tests.moe.permutation import case as permutation
 from tests.moe.plans import case as plans
 from tests.moe.quantization import case as quantization
@@ -26,7 +27,7 @@ NAMED: dict[str, Callable[..., Case]] = {
     **activations.NAMED,
     **products.NAMED,
     **router.NAMED,
-    **feed_forward.NAMED,
+    **layer.NAMED,
     **transformer_engine.NAMED,
 }
 ORDINARY = [name for name in NAMED if "," not in name]
@@ -50,6 +51,10 @@ UNUSUAL = [
     "quantized_glu, no gate",
     "quantize, columns, float8_e5m2",
     "quantize, blocks of columns, int4",
+    "feed_forward, gpt-oss",
+    "feed_forward, Gemma 4",
+    "feed_forward, two arrays",
+    "feed_forward, activations are kept",
     "TransformerEngine's dispatch, 32 experts, any number",
     "TransformerEngine's combine, 32 experts, any number",
     "TransformerEngine's selected experts, 2",
@@ -66,6 +71,7 @@ LARGE: dict[str, Callable[..., Case]] = {
     **quantization.LARGE,
     **activations.LARGE,
     **router.LARGE,
+    **layer.LARGE,
     **transformer_engine.LARGE,
 }
 RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
@@ -76,7 +82,7 @@ RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *chunk_sort.RANDOM,
     *quantization.RANDOM,
     *activations.RANDOM,
-    *feed_forward.OPS,
+    *layer.RANDOM,
     *router.RANDOM,
     *quantizing.OPS,
 )
@@ -101,15 +107,6 @@ def _scaled(kind: str, row_kind: str | None = None, **settings: Any) -> Sized:
     return made
 
 
-def _layer(kind: Any = activations.ACTIVATIONS[0], score: Any = (), **settings: Any) -> Sized:
-    def made(path: Any, of: ModelSizes) -> Case:
-        spec = router.Spec(of.experts, of.top_k, *score)
-        shape = (of.tokens, of.hidden, of.width)
-        return feed_forward.feed_forward(path, shape, spec, kind, np.dtype(of.dtype), **settings)
-
-    return made
-
-
 # Of the sizes of a layer.
 SIZED: dict[str, Sized] = {
     **plans.SIZED,
@@ -129,13 +126,5 @@ SIZED: dict[str, Sized] = {
     "ragged_dot, MXFP4 in tiles": _scaled(
         "float4_e2m1fn", block=(32, 1), scale_dtype="float8_e8m0fnu", tiled=True
     ),
-    "feed_forward": _layer(),
-    "feed_forward, geglu": _layer(activations.ACTIVATIONS[1], capacity=4),
-    "feed_forward, a function": _layer(activations.FUNCTIONS[0]),
-    "feed_forward, sigmoids": _layer(score=("sigmoid", True, 2.5, None, True)),
-    "feed_forward, biases": _layer(
-        activations.ACTIVATIONS[3], ("softmax", True), biased=True, interleaved=True, capacity=4
-    ),
-    "feed_forward, given": _layer(by_logits=False, transposed=True),
-    "feed_forward, by hand": _layer(score=("softmax", True), is_by_hand=True),
+    **layer.SIZED,
 }

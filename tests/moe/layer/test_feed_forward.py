@@ -1,10 +1,9 @@
-"""The layer against its dense form in float64: all experts for all tokens, masked by one-hots."""
+"""What `tests/moe/test_cases.py` does not see of the layer: what it keeps, launches and refuses."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import re
 
 import jax
@@ -18,30 +17,18 @@ from tests.moe import flat
 from triax import moe
 from triax.emitting import reading
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.testing import assert_close, assert_same_bits, checked
+from triax.testing import assert_close, assert_same_bits
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 24, 16, 24, 5
-# What is added to the experts' logits, and keywords.
-CASES = {
-    "softmax": ([0] * 5, {"top_k": 2}),
-    "normalised": ([0] * 5, {"top_k": 3, "normalize": True}),
-    "sigmoid": ([0] * 5, {"top_k": 2, "score": "sigmoid", "normalize": True, "scale": 2.5}),
-    "geglu": ([0] * 5, {"top_k": 2, "activation": "geglu"}),
-    "all experts": ([0] * 5, {"top_k": 5}),
-    "empty experts": ([-50, 0, -50, 0, -50], {"top_k": 2}),
-    "one has all": ([0, 0, 50, 0, 0], {"top_k": 1}),
-    "capacity": ([3, 0, 0, 0, 0], {"top_k": 2, "capacity": 7}),
-    "no room": ([0] * 5, {"top_k": 2, "capacity": 0}),
-}
 
 
-def draw(seed=0, dtype="float32", tokens=TOKENS, offsets=0.0):
+def draw(seed=0, dtype="float32", tokens=TOKENS):
     """x, logits, w_gate_up and w_down."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
     args = (
         normal(tokens, HIDDEN).astype(jnp.dtype(dtype)),
-        (normal(tokens, EXPERTS) + offsets).astype(np.float32),
+        normal(tokens, EXPERTS),
         (normal(EXPERTS, HIDDEN, 2 * WIDTH) * HIDDEN**-0.5).astype(jnp.dtype(dtype)),
         (normal(EXPERTS, WIDTH, HIDDEN) * WIDTH**-0.5).astype(jnp.dtype(dtype)),
     )
@@ -50,42 +37,6 @@ def draw(seed=0, dtype="float32", tokens=TOKENS, offsets=0.0):
 
 def layer(*args, **options):
     return flat.layer(*args, **{"top_k": 2} | options)
-
-
-def dense(
-    x,
-    logits,
-    w_gate_up,
-    w_down,
-    *,
-    top_k,
-    score="softmax",
-    normalize=False,
-    scale=1.0,
-    activation="swiglu",
-    capacity=None,
-):
-    """The same, from one-hots: no plan, no rows."""
-    taken = jax.nn.one_hot(jnp.argsort(-logits, axis=1)[:, :top_k], EXPERTS, dtype=x.dtype)
-    scores = jax.nn.softmax(logits, axis=1) if score == "softmax" else 1 / (1 + jnp.exp(-logits))
-    weights = jnp.einsum("tke,te->tk", taken, scores)
-    if normalize:
-        weights /= jnp.sum(weights, axis=1, keepdims=True)
-    pairs = taken.reshape(-1, EXPERTS)
-    if capacity is not None:
-        pairs = pairs * (jnp.cumsum(pairs, axis=0) <= capacity)
-    gate, up = jnp.split(jnp.einsum("th,ehf->tef", x, w_gate_up), 2, axis=2)
-    if activation == "swiglu":
-        gate = gate / (1 + jnp.exp(-gate))
-    else:
-        gate = gate / 2 * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-    each = jnp.einsum("tef,efh->teh", gate * up, w_down)
-    return moe.FeedForward(
-        scale * jnp.einsum("tk,tke,teh->th", weights, pairs.reshape(taken.shape), each),
-        jnp.sum(taken, axis=(0, 1)),
-        jnp.sum(taken) - jnp.sum(pairs),
-        moe.Routing(scale * weights, jnp.argsort(-logits, axis=1)[:, :top_k]),
-    )
 
 
 def value_and_gradients(function, args, **options):
@@ -97,80 +48,6 @@ def value_and_gradients(function, args, **options):
 
     gradients, out = jax.jit(jax.grad(loss, tuple(range(4)), has_aux=True))(*args)
     return out, gradients
-
-
-def check_against_dense(args, implementation=None, terms=4, **options):
-    out, gradients = value_and_gradients(layer, args, implementation=implementation, **options)
-    # On the CPU, also where the layer runs on a GPU.
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = [np.asarray(a, np.float64) for a in args]
-        expected, wanted = value_and_gradients(dense, wide, **options)
-    assert out.tokens.dtype == args[0].dtype
-    assert_close(out.tokens, expected.tokens, terms=terms, err_msg="tokens")
-    np.testing.assert_array_equal(out.group_counts, expected.group_counts)
-    assert int(out.num_dropped) == int(expected.num_dropped)
-    names = ["x", "logits", "w_gate_up", "w_down"]
-    for name, arg, actual, gradient in zip(names, args, gradients, wanted, strict=True):
-        assert actual.dtype == arg.dtype
-        # That of float32 logits is as exact as the layer.
-        assert_close(np.asarray(actual).astype(args[0].dtype), gradient, terms=terms, err_msg=name)
-    return out
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("case", "dtype"), list(zip(CASES, itertools.cycle(["float32", "bfloat16"]), strict=False))
-)
-def test_layer_is_its_dense_form(case, dtype):
-    offsets, options = CASES[case]
-    out = check_against_dense(draw(0, dtype, offsets=offsets), **options)
-    assert (int(out.num_dropped) > 0) == ("capacity" in options)
-    empty = int(np.sum(np.asarray(out.group_counts) == 0))
-    assert empty == {"empty experts": 3, "one has all": 4}.get(case, 0)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", ["softmax", "capacity"])
-def test_layer_through_the_kernels(case):
-    offsets, options = CASES[case]
-    with checked():
-        check_against_dense(draw(1, offsets=offsets), implementation="interpret", **options)
-
-
-@pytest.mark.slow("many programs for one rule")
-def test_paths_agree_in_bfloat16():
-    args = draw(2, "bfloat16")
-    actual = value_and_gradients(layer, args, implementation="interpret")
-    expected = value_and_gradients(layer, args, implementation="xla")
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        if jnp.issubdtype(a.dtype, jnp.floating):
-            assert_close(a, np.asarray(b, np.float64), terms=4)
-        else:
-            np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow("many programs for one rule")
-def test_bias_and_groups_reach_the_router():
-    x, logits, w_gate_up, w_down = draw(4)
-    bias = jnp.array([0.0, 0.0, 9.0, 0.0, 9.0])
-    out = jax.jit(functools.partial(layer, score="sigmoid", bias=bias))(*draw(4))
-    np.testing.assert_array_equal(out.group_counts, [0, 0, TOKENS, 0, TOKENS])
-    grouped = jax.jit(functools.partial(layer, num_groups=2, top_groups=1))
-    counts = grouped(x, logits[:, :4], w_gate_up[:4], w_down[:4]).group_counts
-    # Two experts of one group of two: both get its tokens.
-    assert int(counts[0]) == int(counts[1]) > 0
-    assert int(counts[2]) == int(counts[3]) == TOKENS - int(counts[0])
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("implementation", [None, "interpret"])
-def test_no_tokens(implementation):
-    args = draw(tokens=0)
-    out, gradients = value_and_gradients(layer, args, implementation=implementation)
-    assert out.tokens.shape == (0, HIDDEN)
-    assert not np.any(out.group_counts)
-    for arg, gradient in zip(args, gradients, strict=True):
-        assert_same_bits(gradient, np.zeros_like(arg))
 
 
 @pytest.mark.parametrize("way", ["plain", "typed tokens", "axis_name"])
@@ -258,24 +135,6 @@ def test_capacity_makes_no_more_rows_than_experts_take():
     ]:
         program = str(jax.make_jaxpr(functools.partial(layer, **options))(*args))
         assert f"f32[{rows},{2 * WIDTH}]" in program
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("implementation", [None, "interpret"])
-def test_what_is_no_number_stays_with_its_expert_and_its_token(implementation):
-    x, logits, w_gate_up, w_down = (np.array(a) for a in draw(8))
-    logits[:, 1] = -50  # nobody's
-    run = jax.jit(lambda *args: value_and_gradients(layer, args, implementation=implementation))
-    clean = run(x, logits, w_gate_up, w_down)
-    w_gate_up[1] = w_down[1] = np.nan
-    jax.tree.map(assert_same_bits, run(x, logits, w_gate_up, w_down), clean)
-    w_gate_up[1] = w_down[1] = 0
-    x[5], w_down[3] = np.nan, np.inf
-    out, (d_x, *_) = run(x, logits, w_gate_up, w_down)
-    hit = (np.argsort(-logits, axis=1)[:, :2] == 3).any(1) | (np.arange(TOKENS) == 5)
-    assert_same_bits(out.tokens[~hit], clean[0].tokens[~hit])
-    assert_same_bits(d_x[~hit], clean[1][0][~hit])
-    assert not np.isfinite(out.tokens[hit]).all(1).any()
 
 
 LIGHT = jax.checkpoint_policies.save_only_these_names(
@@ -479,57 +338,6 @@ def test_policy_that_permutes_again():
     actual, expected, again = results
     jax.tree.map(assert_nearly, actual, expected)
     jax.tree.map(assert_nearly, again, expected)
-
-
-@pytest.mark.nightly("its parts have tests of their own")
-@pytest.mark.parametrize("transpose", [False, True])
-def test_derivatives_of_a_layer_with_biases_that_keeps_little(transpose):
-    """Forward mode, second derivatives and vmap are those of the layer that keeps all."""
-    x, logits, w_gate_up, w_down = draw(9)
-    if transpose:
-        w_gate_up, w_down = (jnp.swapaxes(w, 1, 2) for w in (w_gate_up, w_down))
-    rng = np.random.default_rng(1)
-    experts = moe.Experts(
-        tuple(jnp.split(w_gate_up, 2, axis=1 if transpose else 2)),
-        w_down,
-        b_gate_up=tuple(rng.standard_normal((2, EXPERTS, WIDTH)).astype(np.float32)),
-        b_down=rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32),
-        transposed=transpose,
-    )
-    given = x, logits, experts
-    along = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), given)
-
-    def everything(given, along, keep):
-        run = lambda given: moe.feed_forward(*given, moe.Router(2), keep=keep).tokens
-        gradient = jax.grad(lambda given: jnp.sum(run(given) ** 2))
-        first = jax.jvp(run, (given,), (along,))
-        return first, jax.jvp(gradient, (given,), (along,))
-
-    run = jax.jit(everything, static_argnums=2)
-    little, all_of_it = (run(given, along, keep) for keep in ((), ("triax_glu",)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-3), little, all_of_it)
-    two = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), given)
-    batched = jax.jit(jax.vmap(lambda given: everything(given, along, ())))(two)
-    one = jax.tree.map(lambda a: a[0], batched)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 2e-3), one, little)
-
-
-def test_routing_weights_have_the_gradient_of_what_their_experts_give():
-    """Biases included: the layer is linear in the router's weights."""
-    x, logits, *weights = draw(9)
-    chosen = jnp.argsort(-logits, axis=1)[:, :2]
-    rng = np.random.default_rng(1)
-    biases, upstream = (rng.standard_normal((n, HIDDEN), np.float32) for n in (EXPERTS, TOKENS))
-    experts = moe.Experts(*weights, b_down=biases)
-
-    @jax.jit
-    def along(weights):
-        out = moe.feed_forward(x, moe.Routing(weights, chosen), experts)
-        return jnp.sum(out.tokens * upstream, axis=1)
-
-    found = jax.grad(lambda weights: jnp.sum(along(weights)))(jnp.ones(chosen.shape))
-    wanted = [along(jnp.zeros(chosen.shape).at[:, k].set(1)) for k in range(2)]
-    assert_close(found, np.stack(wanted, axis=1), terms=HIDDEN * WIDTH)
 
 
 @pytest.mark.sampled(0, 2)

@@ -1,7 +1,9 @@
-"""The layers of models that people run, against their formulas in float64.
+"""What models do around the layer, against their formulas in float64, on every path.
 
-Each model's block is written out from its paper or its published code, for all experts and all
-tokens, masked by one-hots. Values and all gradients are compared, on every path.
+Their layers are cases (`tests/moe/layer/case.py`). Here are a router's weights that multiply the
+tokens (Llama 4), experts that return their token (LongCat-Flash), PhiMoE's router, experts that a
+table chooses (DeepSeek-V4's first layers), an expert that all tokens share, times a sigmoid of the
+token (Qwen2-MoE), and low-rank updates of the experts.
 """
 
 from __future__ import annotations
@@ -15,242 +17,181 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tests.moe import flat
 from triax import moe
 from triax.errors import ArgumentValueError
-from triax.testing import assert_close, checked
+from triax.testing import assert_close
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 22, 16, 12, 8
 PATHS = ["interpret", "xla"]
-NIGHTLY = pytest.mark.nightly("the model runs on the other path")
+IDS = np.random.default_rng(5).integers(0, 9, TOKENS)
+TABLE = np.argsort(np.random.default_rng(6).standard_normal((9, EXPERTS)), axis=1)[:, :3]
+RANK, SCALE = 4, 2.0
+ROUTER = moe.Router(2, normalize=True)
+
+
+def draw(tokens=TOKENS, **more):
+    """The arrays by name, and those of other shapes."""
+    rng = np.random.default_rng(7)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    arrays = {
+        "x": normal(tokens, HIDDEN),
+        "logits": normal(tokens, EXPERTS),
+        "w_gate_up": normal(EXPERTS, HIDDEN, 2 * WIDTH) / 3,
+        "w_down": normal(EXPERTS, WIDTH, HIDDEN) / 3,
+    }
+    arrays |= {n: normal(*shape) for n, shape in more.items()}
+    if "bias" in arrays:  # small, so that scores choose too
+        arrays["bias"] /= 16
+    return arrays
 
 
 def silu_and_mul(gate, up):
     return gate / (1 + jnp.exp(-gate)) * up
 
 
-def gpt_oss(gate, up):
-    gate, up = jnp.minimum(gate, 0.7), jnp.clip(up, -0.7, 0.7)
-    return (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
+def experts_of(g, routing):
+    """All experts for all tokens, masked by one-hots, in the dtype of the arrays."""
+    weights, chosen = routing
+    by_expert = jnp.einsum(
+        "tk,tke->te", weights, jax.nn.one_hot(chosen, EXPERTS, dtype=weights.dtype)
+    )
+    inner = silu_and_mul(*jnp.split(jnp.einsum("th,ehf->tef", g["x"], g["w_gate_up"]), 2, axis=2))
+    return jnp.einsum("te,teh->th", by_expert, jnp.einsum("tef,efh->teh", inner, g["w_down"]))
 
 
-def deepseek_v4(gate, up):
-    return silu_and_mul(jnp.minimum(gate, 1.0), jnp.clip(up, -1.0, 1.0))
+def our_experts_of(g, routing, *router, **path):
+    experts = moe.Experts(g["w_gate_up"], g["w_down"])
+    return moe.feed_forward(g["x"], routing, experts, *router, **path).tokens
 
 
-def gelu_and_mul(gate, up):
-    inner = (2 / jnp.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-    return gate / 2 * (1 + jnp.tanh(inner)) * up
+def llama4(g):
+    chosen = jnp.argmax(g["logits"], axis=1)[:, None]
+    weights = 1 / (1 + jnp.exp(-jnp.take_along_axis(g["logits"], chosen, 1)))
+    return experts_of(g | {"x": g["x"] * weights}, (jnp.ones_like(weights), chosen))
 
 
-def exact_gelu_and_mul(gate, up):
-    return gate / 2 * (1 + jax.scipy.special.erf(gate / 2**0.5)) * up
+def our_llama4(g, **path):
+    weights, chosen = moe.route(g["logits"], moe.Router(1, score="sigmoid"), **path)
+    x = (g["x"] * weights).astype(g["x"].dtype)
+    return our_experts_of(g | {"x": x}, moe.Routing(jnp.ones_like(weights), chosen), **path)
 
 
-def relu_squared(x):
-    return jnp.maximum(x, 0) ** 2
+def longcat(g):
+    scores = jax.nn.softmax(g["logits"], axis=1)
+    chosen = jnp.argsort(-(scores + g["bias"]), axis=1)[:, :3]
+    weights = 6 * jnp.take_along_axis(scores, chosen, axis=1)
+    kept = jnp.sum(weights * (chosen >= EXPERTS), axis=1, keepdims=True)
+    return experts_of(g, (weights, chosen)) + kept * g["x"]
 
 
-def softmax_top_k(logits, k):
-    chosen = jnp.argsort(-logits, axis=1)[:, :k]
-    return jnp.take_along_axis(jax.nn.softmax(logits, axis=1), chosen, 1), chosen
+def our_longcat(g, **path):
+    routing = moe.route(g["logits"], moe.Router(3, scale=6.0), bias=g["bias"], **path)
+    zero = jnp.where(routing.experts >= EXPERTS, routing.weights, 0)
+    return our_experts_of(g, routing, **path) + jnp.sum(zero, axis=1, keepdims=True) * g["x"]
 
 
-def softmax_of_top_k(logits, k):
-    chosen = jnp.argsort(-logits, axis=1)[:, :k]
-    return jax.nn.softmax(jnp.take_along_axis(logits, chosen, 1), axis=1), chosen
+def phimoe(g, epsilon=0.2):
+    """Without noise: a choice's weight is its share among the logits that are near it."""
+    logits = g["logits"]
+    shares, taken = [], jnp.zeros(logits.shape, bool)
+    for _ in range(2):
+        best = jnp.max(jnp.where(taken, -jnp.inf, logits), axis=1, keepdims=True)
+        far = best - logits > 2 * epsilon * jnp.maximum(jnp.abs(logits), best)
+        kept = jnp.exp(logits - jax.lax.stop_gradient(best)) * ~(taken | far)
+        first = (logits == best) & ~taken
+        shares.append((jnp.sum(kept * first, axis=1) / jnp.sum(kept, axis=1), first))
+        taken |= first
+    weights, first = zip(*shares, strict=True)
+    chosen = jnp.stack([jnp.argmax(f, axis=1) for f in first], axis=1)
+    return experts_of(g, (jnp.stack(weights, axis=1), chosen))
 
 
-def of_norm_one(weights, chosen, order):
-    return weights / jnp.sum(weights**order, axis=1, keepdims=True) ** (1 / order), chosen
+def our_phimoe(g, **path):
+    logits = left = g["logits"]
+    routing = []
+    for _ in range(2):
+        best = jax.lax.stop_gradient(jnp.max(left, axis=1, keepdims=True))
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 0.4
+        chosen = jnp.argmax(left, axis=1, keepdims=True)
+        near = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=1)
+        routing.append((jnp.take_along_axis(near, chosen, axis=1), chosen))
+        left = jnp.where(jnp.arange(EXPERTS) == chosen, -jnp.inf, left)
+    both = (jnp.concatenate(arrays, axis=1) for arrays in zip(*routing, strict=True))
+    return our_experts_of(g, moe.Routing(*both), **path)
 
 
-def sigmoid_top_1(logits):
-    chosen = jnp.argsort(-logits, axis=1)[:, :1]
-    return 1 / (1 + jnp.exp(-jnp.take_along_axis(logits, chosen, 1))), chosen
+def hashed(g):
+    scores = jnp.take_along_axis(jnp.sqrt(jnp.log1p(jnp.exp(g["logits"]))), TABLE[IDS], axis=1)
+    return experts_of(g, (1.5 * scores / jnp.sum(scores, axis=1, keepdims=True), TABLE[IDS]))
 
 
-def chosen_by(scores, bias, k, factor):
-    chosen = jnp.argsort(-(scores + bias), axis=1)[:, :k]
-    weights = jnp.take_along_axis(scores, chosen, 1)
-    return factor * weights / jnp.sum(weights, axis=1, keepdims=True), chosen
+def our_hashed(g, **path):
+    router = moe.Router(3, score="sqrtsoftplus", normalize=True, scale=1.5)
+    return our_experts_of(g, moe.route(g["logits"], router, experts=TABLE[IDS], **path), **path)
 
 
-def deepseek_v2(logits, k):
-    """The groups of the greatest scores."""
-    scores = jax.nn.softmax(logits, axis=1)
-    best = jnp.max(scores.reshape(len(scores), 4, 2), axis=2)
-    kept = best >= jnp.sort(best, axis=1)[:, -2:-1]
-    chosen = jnp.argsort(-jnp.where(jnp.repeat(kept, 2, axis=1), scores, 0), axis=1)[:, :k]
-    return 16 * jnp.take_along_axis(scores, chosen, 1), chosen
+def top_2(g):
+    best = jnp.argsort(-g["logits"], axis=1)[:, :2]
+    return jax.nn.softmax(jnp.take_along_axis(g["logits"], best, axis=1), axis=1), best
 
 
-# Of each: its router, activation, and the fields of values and the arguments that say the same.
-MODELS = {
-    "Mixtral": (
-        lambda g: softmax_of_top_k(g["logits"], 2),
-        silu_and_mul,
-        {"top_k": 2, "normalize": True},
+def gated_shared(g):
+    gate, up = jnp.split(g["x"] @ g["w_shared"], 2, axis=1)
+    shared = silu_and_mul(gate, up) @ g["w_out"]
+    return experts_of(g, top_2(g)) + shared / (1 + jnp.exp(-g["x"] @ g["w_by_token"]))
+
+
+def our_gated_shared(g, **path):
+    routed = our_experts_of(g, g["logits"], moe.Router(2, normalize=True), **path)
+    shared = moe.glu(g["x"] @ g["w_shared"], **path) @ g["w_out"]
+    return routed + jax.nn.sigmoid(g["x"] @ g["w_by_token"]) * shared
+
+
+def lora(g):
+    merged = {"w_gate_up": g["a_in"] @ g["b_in"], "w_down": g["a_out"] @ g["b_out"]}
+    return experts_of(g | {n: g[n] + SCALE * w for n, w in merged.items()}, top_2(g))
+
+
+def our_lora(g, **path):
+    weights, chosen = moe.route(g["logits"], moe.Router(2, normalize=True), **path)
+    plan = moe.make_plan(chosen, EXPERTS)
+
+    def matmul(rows, w, a, b):
+        low = moe.ragged_dot(rows, a, plan.group_sizes, **path)
+        update = moe.ragged_dot(low, b, plan.group_sizes, **path)
+        return moe.ragged_dot(rows, w, plan.group_sizes, **path) + SCALE * update
+
+    moved = moe.permute(g["x"], plan, weights=weights, **path)
+    inner = matmul(moved.rows, g["w_gate_up"], g["a_in"], g["b_in"])
+    rows = matmul(moe.glu(inner, moved.weights, **path), g["w_down"], g["a_out"], g["b_out"])
+    return moe.unpermute(rows, plan, **path)
+
+
+RECIPES = {
+    "Llama 4": (llama4, our_llama4, {}),
+    "LongCat-Flash": (
+        longcat,
+        our_longcat,
+        {"logits": (TOKENS, EXPERTS + 2), "bias": (EXPERTS + 2,)},
     ),
-    "DBRX": (
-        lambda g: of_norm_one(*softmax_top_k(g["logits"], 3), 2),
-        silu_and_mul,
-        {"top_k": 3, "normalize": 2},
+    "PhiMoE": (phimoe, our_phimoe, {}),
+    "DeepSeek-V4, hashed": (hashed, our_hashed, {}),
+    "Qwen2-MoE": (
+        gated_shared,
+        our_gated_shared,
+        {"w_shared": (HIDDEN, 2 * WIDTH), "w_out": (WIDTH, HIDDEN), "w_by_token": (HIDDEN, 1)},
     ),
-    "OLMoE": (lambda g: softmax_top_k(g["logits"], 3), silu_and_mul, {"top_k": 3}),
-    "DeepSeek-V2": (
-        lambda g: deepseek_v2(g["logits"], 2),
-        silu_and_mul,
-        {"top_k": 2, "num_groups": 4, "top_groups": 2, "group_score": "max", "scale": 16},
-    ),
-    "DeepSeek-V3": (
-        lambda g: chosen_by(1 / (1 + jnp.exp(-g["logits"])), g["bias"], 3, 2.5),
-        silu_and_mul,
-        {"top_k": 3, "score": "sigmoid", "normalize": True, "scale": 2.5, "bias": ...},
-    ),
-    "DeepSeek-V4": (
-        lambda g: chosen_by(jnp.sqrt(jnp.log1p(jnp.exp(g["logits"]))), g["bias"], 3, 1.5),
-        deepseek_v4,
+    "LoRA": (
+        lora,
+        our_lora,
         {
-            "top_k": 3,
-            "score": "sqrtsoftplus",
-            "normalize": True,
-            "scale": 1.5,
-            "bias": ...,
-            "activation": moe.Swiglu(limit=1.0),
+            "a_in": (EXPERTS, HIDDEN, RANK),
+            "b_in": (EXPERTS, RANK, 2 * WIDTH),
+            "a_out": (EXPERTS, WIDTH, RANK),
+            "b_out": (EXPERTS, RANK, HIDDEN),
         },
-    ),
-    "gpt-oss": (
-        lambda g: softmax_of_top_k(g["logits"], 2),
-        gpt_oss,
-        {
-            "top_k": 2,
-            "normalize": True,
-            "activation": moe.Swiglu(alpha=1.702, limit=0.7, up_offset=1.0),
-            "interleaved": True,
-            "b_gate_up": ...,
-            "b_down": ...,
-        },
-    ),
-    "Llama 4": (
-        lambda g: sigmoid_top_1(g["logits"]),
-        silu_and_mul,
-        {"top_k": 1, "score": "sigmoid", "of_tokens": True},
-    ),
-    "MiniMax-M3": (
-        lambda g: chosen_by(1 / (1 + jnp.exp(-g["logits"])), g["bias"], 3, 2.0),
-        gpt_oss,
-        {
-            "top_k": 3,
-            "score": "sigmoid",
-            "normalize": True,
-            "scale": 2.0,
-            "bias": ...,
-            "activation": moe.Swiglu(alpha=1.702, limit=0.7, up_offset=1.0),
-        },
-    ),
-    "Nemotron 3": (
-        lambda g: chosen_by(1 / (1 + jnp.exp(-g["logits"])), g["bias"], 3, 2.5),
-        relu_squared,
-        {
-            "top_k": 3,
-            "score": "sigmoid",
-            "normalize": True,
-            "scale": 2.5,
-            "bias": ...,
-            "activation": "relu2",
-        },
-    ),
-    "Gemma 4": (
-        lambda g: (lambda weights, chosen: (weights * g["expert_scale"][chosen], chosen))(
-            *softmax_of_top_k(g["logits"], 3)
-        ),
-        gelu_and_mul,
-        {"top_k": 3, "normalize": True, "activation": "geglu", "expert_scale": ...},
-    ),
-    "a function, torch's layout": (
-        lambda g: softmax_of_top_k(g["logits"], 2),
-        exact_gelu_and_mul,
-        {
-            "top_k": 2,
-            "normalize": True,
-            "activation": lambda gate, up: jax.nn.gelu(gate, approximate=False) * up,
-            "transposed": True,
-            "b_gate_up": ...,
-        },
-    ),
-    "two arrays": (
-        lambda g: softmax_top_k(g["logits"], 2),
-        exact_gelu_and_mul,
-        {"top_k": 2, "activation": "geglu_exact", "two": True, "b_gate_up": ..., "b_down": ...},
-    ),
-    "scores that are given": (
-        lambda g: softmax_top_k(g["logits"], 2),
-        silu_and_mul,
-        {"top_k": 2, "given": True, "b_down": ...},
     ),
 }
-
-
-def draw(options, seed=0):
-    """The arrays by name; those of `...` among the options too."""
-    rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-    columns = WIDTH if options.get("activation") == "relu2" else 2 * WIDTH
-    arrays = {
-        "x": normal(TOKENS, HIDDEN),
-        "logits": normal(TOKENS, EXPERTS),
-        "w_gate_up": normal(EXPERTS, HIDDEN, columns) / 3,
-        "w_down": normal(EXPERTS, WIDTH, HIDDEN) / 3,
-        "bias": normal(EXPERTS) / 8,
-        "expert_scale": normal(EXPERTS) + 2,
-        "b_gate_up": normal(EXPERTS, columns),
-        "b_down": normal(EXPERTS, HIDDEN),
-    }
-    always = ("x", "logits", "w_gate_up", "w_down")
-    return {n: a for n, a in arrays.items() if n in always or options.get(n) is ...}
-
-
-def dense(arrays, router, activation, options):
-    """The block in the dtype of the arrays."""
-    weights, chosen = router(arrays)
-    taken = jax.nn.one_hot(chosen, EXPERTS, dtype=arrays["x"].dtype)
-    by_expert = jnp.einsum("tk,tke->te", weights, taken)
-    there = jnp.einsum("tke->te", taken)
-    x = arrays["x"][:, None, :] * there[:, :, None]
-    if "of_tokens" in options:
-        x, by_expert = x * by_expert[:, :, None], there
-    hidden = jnp.einsum("teh,ehf->tef", x, arrays["w_gate_up"])
-    hidden += arrays.get("b_gate_up", jnp.zeros(()))
-    if options.get("activation") == "relu2":
-        inner = activation(hidden)
-    elif options.get("interleaved"):
-        inner = activation(hidden[..., ::2], hidden[..., 1::2])
-    else:
-        inner = activation(*jnp.split(hidden, 2, axis=2))
-    out = jnp.einsum("tef,efh->teh", inner, arrays["w_down"])
-    out += arrays.get("b_down", jnp.zeros(()))
-    return jnp.einsum("te,teh->th", by_expert, out)
-
-
-def layer(arrays, router, options, **more):
-    arrays, options = dict(arrays), {n: o for n, o in options.items() if o is not ...} | more
-    weights = {n: arrays.pop(n) for n in ("w_gate_up", "w_down")}
-    if options.pop("two", False):
-        weights["w_gate_up"] = tuple(jnp.split(weights["w_gate_up"], 2, axis=2))
-        arrays["b_gate_up"] = tuple(jnp.split(arrays["b_gate_up"], 2, axis=1))
-    if options.get("transposed"):
-        weights = {n: w.swapaxes(1, 2) for n, w in weights.items()}
-    x, logits = arrays["x"], arrays["logits"]
-    if options.pop("given", False):
-        logits, options["top_k"] = moe.Routing(*router(arrays)), None
-    if options.pop("of_tokens", False):  # the router's weights multiply the tokens
-        named = {n: options.pop(n) for n in ("top_k", "score")}
-        weights_of_tokens, chosen = moe.route(logits, moe.Router(**named))
-        x = (x * weights_of_tokens).astype(x.dtype)
-        logits = moe.Routing(jnp.ones_like(weights_of_tokens), chosen)
-    more = {n: a for n, a in arrays.items() if n not in ("x", "logits")}
-    return flat.layer(x, logits, *weights.values(), **more, **options)
 
 
 def gradients(function, arrays, upstream):
@@ -264,61 +205,64 @@ def gradients(function, arrays, upstream):
     return out, found
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("name", "implementation"),
-    [
-        pytest.param(name, path, marks=NIGHTLY if (at + i) % 2 else ())
-        for at, name in enumerate(MODELS)
-        for i, path in enumerate(PATHS)
-    ],
-)
-def test_the_layer_is_the_models(name, implementation):
-    router, activation, options = MODELS[name]
-    arrays = draw(options)
+@pytest.mark.sampled(0, 3)
+@pytest.mark.parametrize("implementation", PATHS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipe_is_the_models(name, implementation):
+    exact, ours, shapes = RECIPES[name]
+    arrays = draw(**shapes)
     upstream = np.random.default_rng(9).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
-    run = lambda arrays: layer(arrays, router, options, implementation=implementation).tokens
-    with checked():
-        tokens, found = gradients(run, arrays, upstream)
+    run = lambda g: ours(g, implementation=implementation)
+    tokens, found = gradients(run, arrays, upstream)
     with jax.enable_x64(True):
         wide = {n: np.asarray(a, np.float64) for n, a in arrays.items()}
-        exact = functools.partial(dense, router=router, activation=activation, options=options)
         expected, wanted = gradients(exact, wide, upstream)
     assert_close(tokens, expected, terms=64)
     for n, array in wanted.items():
-        if n == "bias":  # of the choice alone
-            assert not np.any(np.asarray(found[n]))
-        else:
-            assert np.any(array), n
-            assert_close(found[n], array, terms=64, err_msg=n)
+        assert np.any(array) != (n == "bias"), n  # a bias is of the choice alone
+        assert_close(found[n], array, terms=64, err_msg=n)
+
+
+LAYOUTS = {
+    "interleaved": {"interleaved": True, "activation": moe.Swiglu(1.702, 0.7, 1.0)},
+    "two arrays": {"activation": "geglu_exact"},
+}
 
 
 @pytest.mark.sampled(0, 1)
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-@pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek-V3", "Llama 4", "two arrays"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_experts_spread_over_devices(name):
     """Inside `shard_map` the layer is that of one device, its gradients too."""
-    router, _, options = MODELS[name]
-    arrays = draw(options)
-    tokens = 20
-    arrays |= {n: arrays[n][:tokens] for n in ("x", "logits")}
-    upstream = np.random.default_rng(9).standard_normal((tokens, HIDDEN)).astype(np.float32)
+    biases = {"b_gate_up": (EXPERTS, 2 * WIDTH), "b_down": (EXPERTS, HIDDEN), "bias": (EXPERTS,)}
+    arrays = draw(20, **biases)
+    upstream = np.random.default_rng(9).standard_normal((20, HIDDEN)).astype(np.float32)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
-    whole = {"bias": P(), "expert_scale": P()}
-    specs = {n: whole.get(n, P("d")) for n in arrays}
+
+    def layer(g, **how):
+        halves = lambda a: tuple(jnp.split(a, 2, axis=-1)) if name == "two arrays" else a
+        experts = moe.Experts(
+            halves(g["w_gate_up"]),
+            g["w_down"],
+            b_gate_up=halves(g["b_gate_up"]),
+            b_down=g["b_down"],
+            **LAYOUTS[name],
+        )
+        router = moe.Router(3, score="sigmoid", normalize=True)
+        return moe.feed_forward(g["x"], g["logits"], experts, router, bias=g["bias"], **how)
 
     def spread(arrays):
-        run = lambda arrays: layer(arrays, router, options, axis_name="d")
+        specs = {n: P() if n == "bias" else P("d") for n in arrays}
         out_specs = moe.FeedForward(P("d"), P(), P(), P("d"))
+        run = functools.partial(layer, axis_name="d")
         return jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=out_specs)(arrays)
 
-    alone = lambda arrays: layer(arrays, router, options)
     found, wanted = (
-        gradients(lambda arrays, f=f: f(arrays).tokens, arrays, upstream) for f in (spread, alone)
+        gradients(lambda arrays, f=f: f(arrays).tokens, arrays, upstream) for f in (spread, layer)
     )
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     jax.tree.map(close, found, wanted)
-    out, expected = jax.jit(spread)(arrays), alone(arrays)
+    out, expected = jax.jit(spread)(arrays), layer(arrays)
     np.testing.assert_array_equal(out.group_counts, expected.group_counts)
     np.testing.assert_array_equal(out.routing.experts, expected.routing.experts)
 
@@ -334,7 +278,7 @@ def test_experts_spread_over_devices(name):
 )
 def test_functions_that_are_not_finite_at_zero(activation):
     """Pad rows, which are zeros, reach no weights."""
-    arrays = draw({})
+    arrays = draw()
     upstream = np.random.default_rng(9).standard_normal((TOKENS, HIDDEN)).astype(np.float32)
 
     def run(arrays, align_size):
@@ -356,8 +300,7 @@ def test_functions_that_are_not_finite_at_zero(activation):
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_on_explicit_axes():
     """A sequence that is cut, scales that are cut as tokens are, and a function of a tracer."""
-    _, _, options = MODELS["Mixtral"]
-    arrays = draw(options)
+    arrays = draw()
     scales = np.linspace(1, 2, EXPERTS).astype(np.float32)
     x, logits = (arrays[n][:16].reshape(4, 4, -1) for n in ("x", "logits"))
 
@@ -384,7 +327,7 @@ def test_on_explicit_axes():
 
 
 def test_routing_has_the_dimensions_of_tokens():
-    arrays = draw({})
+    arrays = draw()
     x, experts = (
         np.ones((2, 3, HIDDEN), np.float32),
         moe.Experts(arrays["w_gate_up"], arrays["w_down"]),
@@ -398,13 +341,12 @@ def test_routing_has_the_dimensions_of_tokens():
 
 @pytest.mark.slow("its parts have tests of their own")
 def test_more_dimensions_in_front():
-    _, _, options = MODELS["Mixtral"]
-    arrays = draw(options)
-    flat = layer(arrays, None, options)
+    arrays = draw()
+    experts = moe.Experts(arrays["w_gate_up"], arrays["w_down"])
+    flat = moe.feed_forward(arrays["x"], arrays["logits"], experts, ROUTER)
     arrays |= {n: arrays[n].reshape(2, 11, -1) for n in ("x", "logits")}
-    out = layer(arrays, None, options)
+    out = moe.feed_forward(arrays["x"], arrays["logits"], experts, ROUTER)
     np.testing.assert_array_equal(out.tokens, flat.tokens.reshape(2, 11, HIDDEN))
     assert {array.shape for array in out.routing} == {(2, 11, 2)}
-    experts = moe.Experts(arrays["w_gate_up"], arrays["w_down"])
     again = moe.feed_forward(arrays["x"], out.routing, experts)
     np.testing.assert_array_equal(again.tokens, out.tokens)

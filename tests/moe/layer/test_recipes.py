@@ -1,4 +1,4 @@
-"""The layer's products in 8 bits: against float64 of the quantized numbers."""
+"""The layer with products in 8 bits: what `tests/moe/test_cases.py` does not see."""
 
 from __future__ import annotations
 
@@ -12,112 +12,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.moe import flat
-from tests.moe.products import oracle
-from tests.moe.products.test_scaled import exactly
 from triax import moe
 from triax.errors import DifferentiationError
-from triax.moe.layer import ops, products, recipes
-from triax.moe.layer.experts import Matrix
-from triax.testing import assert_close, assert_same_bits, checked
+from triax.moe.layer import ops
+from triax.testing import assert_close, assert_same_bits
 
-SIZES = np.array([20, 0, 37, 30], np.int32)
-ROWS, DEPTH, COLUMNS = 96, 144, 200
 ALL = moe.Recipe(weight_gradient="rows")
-BLOCKS = {
-    "rows": ((1, None), (1, None, 1), (1, 1, None)),
-    "blocks": ((1, 128), *[(1, 128, 128)] * 2),
-}
-
-
-def draw(transposed=False):
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape, np.float32)
-    rows, gradient = normal(ROWS, DEPTH), normal(ROWS, COLUMNS)
-    rows[-9:] = gradient[-9:] = np.nan
-    rows[:, 3] *= 100  # what scales are for
-    weights, bias = normal(len(SIZES), DEPTH, COLUMNS), normal(len(SIZES), COLUMNS)
-    if transposed:
-        weights = np.swapaxes(weights, 1, 2)
-    return (
-        *map(jnp.asarray, (rows, weights, bias)),
-        jnp.linspace(-1, 2, ROWS),
-        jnp.asarray(gradient),
-    )
-
-
-def run(arrays, recipe, transposed=False, implementation=None):
-    *operands, gradient = arrays
-
-    def product(rows, weights, bias, by):
-        if recipe is not None:
-            used = recipes.resolve(recipe, rows), transposed, implementation
-            return ops.multiply(products.Products(*used), rows, Matrix(weights, bias), SIZES, by)
-        how = {"transpose_weights": transposed, "implementation": implementation}
-        return moe.ragged_dot(rows, weights, SIZES, bias=bias, bias_weights=by, **how)
-
-    def with_gradients(operands, gradient):
-        out, pull = jax.vjp(product, *operands)
-        return out, *pull(gradient)
-
-    return jax.jit(with_gradients)(operands, gradient)
-
-
-@pytest.mark.sampled(0, 2)
-@pytest.mark.parametrize(
-    ("recipe", "transposed", "implementation"),
-    [
-        ("rows", False, "interpret"),
-        ("blocks", True, "xla"),
-        ("rows", True, "xla"),
-        ("rows", True, "interpret"),
-        ("blocks", False, "interpret"),
-    ],
-)
-def test_products_are_of_quantized_numbers(recipe, transposed, implementation):
-    arrays = draw(transposed)
-    rows, weights, bias, by, gradient = arrays
-    with checked():
-        out, d_rows, *others = run(arrays, recipe, transposed, implementation)
-    of_rows, forward, backward = BLOCKS[recipe]
-    numbers = lambda array, block: exactly(moe.quantize(array, block=block))
-    straight = jnp.swapaxes(weights, 1, 2) if transposed else weights
-    wanted = oracle.ragged_dot(numbers(rows, of_rows), numbers(straight, forward), SIZES)
-    for group, span in enumerate(oracle.spans(SIZES, ROWS)):
-        wanted[span] += np.outer(by[span], bias[group])
-    assert_close(out, wanted, terms=DEPTH)
-    back = np.swapaxes(numbers(straight, backward), 1, 2)
-    assert_close(d_rows, oracle.ragged_dot(numbers(gradient, of_rows), back, SIZES), terms=COLUMNS)
-    for found, plain in zip(others, run(arrays, None, transposed, implementation)[2:], strict=True):
-        assert_same_bits(found, plain)
-
-
-@pytest.mark.slow("its parts have tests of their own")
-@pytest.mark.parametrize(
-    ("transposed", "implementation", "dtype"),
-    [
-        (True, "xla", "float8_e5m2"),
-        (False, "interpret", "float8_e4m3fn"),
-        (True, "interpret", "float8_e4m3fn"),
-    ],
-)
-def test_weights_gradients_are_of_quantized_numbers(transposed, implementation, dtype):
-    """With a scale for each column of a group; all else is as without."""
-    arrays = draw(transposed)
-    recipe = moe.Recipe(gradient_dtype=dtype, weight_gradient="rows")
-    out, d_rows, d_weights, *others = run(arrays, recipe, transposed, implementation)
-    rows, _, _, _, gradient = arrays
-    sides = [np.zeros(side.shape) for side in (rows, gradient)]
-    for span in oracle.spans(SIZES, ROWS):
-        if span.stop > span.start:
-            for side, of, to in zip(sides, (rows, gradient), ("float8_e4m3fn", dtype), strict=True):
-                side[span] = exactly(moe.quantize(of[span], to, block=(None, 1)))
-    wanted = oracle.group_outer(*sides, SIZES)
-    assert_close(d_weights, np.swapaxes(wanted, 1, 2) if transposed else wanted, terms=ROWS)
-    plain = run(arrays, moe.Recipe(gradient_dtype=dtype), transposed, implementation)
-    assert_same_bits(out, plain[0])
-    assert_same_bits(d_rows, plain[1])
-    for found, same in zip(others, plain[3:], strict=True):  # sums in another order
-        assert_close(found, np.asarray(same, np.float64), terms=ROWS)
 
 
 @pytest.mark.sampled(0, 1)
@@ -140,22 +40,6 @@ def test_products_that_are_not_quantized_have_the_precision_in_force(jit):
     assert "FAST_ACCUM" not in text
     text = str(jax.make_jaxpr(layer_of(moe.Recipe("rows", "rows")))(*given))
     assert text.count("precision='tensorfloat32'") > 2
-
-
-@pytest.mark.slow("its parts have tests of their own")
-def test_each_product_is_chosen():
-    """Those that are not quantized are as without a recipe, bit for bit."""
-    arrays = draw()
-    plain = run(arrays, None)
-    for forward, back in (("rows", None), (None, "blocks"), (None, None)):
-        found = run(arrays, moe.Recipe(forward, back))
-        assert np.array_equal(found[0], plain[0]) == (forward is None)
-        assert np.array_equal(found[1], plain[1]) == (back is None)
-    coarse = run(arrays, moe.Recipe("rows", "rows", gradient_dtype="float8_e5m2"))
-    fine = run(arrays, "rows")
-    assert_same_bits(coarse[0], fine[0])
-    error = [np.abs(a[1][:87] - plain[1][:87]).mean() for a in (fine, coarse)]
-    assert error[0] < error[1] < 4 * error[0]
 
 
 def layer(seed=0, dtype="bfloat16", experts=8):
