@@ -18,12 +18,13 @@ import triton
 
 import triax
 from tests import descriptors, kernels, primitives
+from tests.moe.case import Case, ModelSizes, Sized
+from tests.moe.cases import SIZED
 from triax import moe
 
 Arrays = tuple[np.ndarray, ...]
 Rng = np.random.Generator
 BF16, F32 = "bfloat16", "float32"
-EXPERTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,164 +173,57 @@ KERNELS = {
 
 # --- ops --------------------------------------------------------------------------------------
 
-
-def _op(run: Any, draw: Any, **options: Any) -> Call:
-    call = lambda arrays, implementation: run(*arrays, implementation=implementation)
-    return Call(call, draw, **options)
+ROUND, ODD = ModelSizes(64, 128, 64, 3, 2), ModelSizes(33, 20, 42, 3, 2)
 
 
-def _ids(rng: Rng, tokens: int, top_k: int = 2) -> np.ndarray:
-    return rng.integers(0, EXPERTS, (tokens, top_k)).astype(np.int32)
+def _frozen(w: Any, dtype: str, scale: str) -> Any:
+    how = {"block": (1, 32, 1), "transposed": True, "scale_dtype": scale}
+    return moe.quantize(jax.lax.stop_gradient(w), dtype, **how)
 
 
-def _tokens(dtype: str) -> Callable[[Rng, bool], Arrays]:
-    def draw(rng: Rng, is_round: bool) -> Arrays:
-        tokens, hidden = (64, 64) if is_round else (33, 20)
-        x = _normal(rng, (tokens, hidden), dtype=dtype)
-        return *x, *_normal(rng, (tokens, 2)), _ids(rng, tokens)
+def _layer(recipe: Any = None, frozen: tuple[str, ...] = ()) -> Sized:
+    """A layer with a recipe, or with weights of 4 bits, which have no gradients."""
 
-    return draw
+    def made(path: Any, of: ModelSizes) -> Case:
+        case = SIZED["feed_forward"](path, of._replace(hidden=128, width=128) if frozen else of)
+        call = case.call.replace("implementation", "recipe=recipe, implementation")
+        if frozen:
+            call = call.replace("(w_gate_up, w_down,", "(frozen(w_gate_up), frozen(w_down),")
+        names = {"recipe": recipe, "frozen": lambda w: _frozen(w, *frozen)}
+        return dataclasses.replace(case, call=call, names=case.names | names)
 
-
-def _moved(x: Any, weights: Any, ids: Any, **how: Any) -> Any:
-    plan = moe.make_plan(ids, EXPERTS, align_size=8, **how)
-    moved = moe.permute(x, plan, weights=weights, **how)
-    back = moe.unpermute(moved.rows, plan, weights, **how)
-    return moved.rows, moved.weights, back, plan.group_counts
+    return made
 
 
-def _chunks(x: Any, probs: Any, sizes: Any, order: Any, **how: Any) -> Any:
-    found = moe.sort_chunks_by_index(x, sizes, order, probs, **how)
-    return found.rows, found.probs
-
-
-def _drawn_chunks(rng: Rng, is_round: bool) -> Arrays:
-    rows, width = (64, 64) if is_round else (33, 20)
-    sizes = rng.multinomial(rows - 1, np.full(4, 0.25)).astype(np.int32)
-    return *_normal(rng, (rows, width), (rows,)), sizes, rng.permutation(4).astype(np.int32)
-
-
-def _product(dtype: str, transposed: bool = False) -> Call:
-    def draw(rng: Rng, is_round: bool) -> Arrays:
-        rows, depth, columns = (64, 64, 64) if is_round else (45, 24, 40)
-        shape = (EXPERTS, columns, depth) if transposed else (EXPERTS, depth, columns)
-        sizes = rng.multinomial(rows - 3, np.full(EXPERTS, 1 / EXPERTS)).astype(np.int32)
-        return *_normal(rng, (rows, depth), shape, dtype=dtype), sizes
-
-    return _op(functools.partial(moe.ragged_dot, transpose_weights=transposed), draw)
-
-
-def _stored_product(dtype: str, block: Any, scale: str = F32, tile: bool = False) -> Call:
-    """Rows times weights in 8 or 4 bits, which are made here: their layout is the op's own."""
-
-    def run(rows: Any, weights: Any, sizes: Any, implementation: Any) -> Any:
-        stored = moe.quantize(weights, dtype, block=block, transposed=True, scale_dtype=scale)
-        stored = stored.tile() if tile else stored
-        return moe.ragged_dot(rows, stored, sizes, implementation=implementation)
-
-    def draw(rng: Rng, is_round: bool) -> Arrays:
-        shapes = (32, 128), (EXPERTS, 128, 128 if is_round else 64)
-        sizes = rng.multinomial(29, np.full(EXPERTS, 1 / EXPERTS)).astype(np.int32)
-        return *_normal(rng, *shapes, dtype=BF16), sizes
-
-    return _op(run, draw, lacks=("gradient",))
-
-
-def _glu(gate_up: Any, weights: Any, **how: Any) -> Any:
-    return moe.glu(gate_up, weights, **how)
-
-
-def _drawn_glu(rng: Rng, is_round: bool) -> Arrays:
-    rows, width = (64, 128) if is_round else (33, 42)
-    return *_normal(rng, (rows, width), dtype=BF16), *_normal(rng, (rows,))
-
-
-def _route(logits: Any, bias: Any, **how: Any) -> Any:
-    router = moe.Router(2, score="sigmoid", normalize=True)
-    return tuple(moe.route(logits, router, bias=bias, **how))
-
-
-def _drawn_logits(rng: Rng, is_round: bool) -> Arrays:
-    return _normal(rng, (64, 32) if is_round else (33, 7), (32 if is_round else 7,))
-
-
-def _quantized(x: Any, **how: Any) -> Any:
-    found = moe.quantize(x, "float8_e4m3fn", block=(1, 32), **how)
-    return found.values, found.scales
-
-
-def _layer(dtype: str, **options: Any) -> Call:
-    def run(x: Any, logits: Any, w_gate_up: Any, w_down: Any, implementation: Any) -> Any:
-        experts = moe.Experts(w_gate_up, w_down)
-        how = {"implementation": implementation, **options}
-        out = moe.feed_forward(x, logits, experts, moe.Router(2), **how)
-        return out.tokens, out.group_counts
-
-    return _op(run, _drawn_layer(dtype))
-
-
-def _drawn_layer(dtype: str) -> Callable[[Rng, bool], Arrays]:
-    def draw(rng: Rng, is_round: bool) -> Arrays:
-        tokens, hidden, width = (64, 128, 128) if is_round else (33, 48, 80)
-        shapes = (EXPERTS, hidden, 2 * width), (EXPERTS, width, hidden)
-        x, w_gate_up, w_down = _normal(rng, (tokens, hidden), *shapes, dtype=dtype)
-        return x, *_normal(rng, (tokens, EXPERTS)), w_gate_up / 8, w_down / 8
-
-    return draw
-
-
-def _frozen_layer(dtype: str, block: int, scale: str) -> Call:
-    """A layer with frozen weights of 4 bits: gradients reach the tokens and logits alone."""
-
-    def run(x: Any, logits: Any, w_gate_up: Any, w_down: Any, implementation: Any) -> Any:
-        kept = [
-            moe.quantize(
-                jax.lax.stop_gradient(w),
-                dtype,
-                block=(1, block, 1),
-                transposed=True,
-                scale_dtype=scale,
-            )
-            for w in (w_gate_up, w_down)
-        ]
-        experts = moe.Experts(*kept)
-        how = {"implementation": implementation}
-        return moe.feed_forward(x, logits, experts, moe.Router(2), **how).tokens
-
-    def draw(rng: Rng, is_round: bool) -> Arrays:
-        x, w_gate_up, w_down = _normal(
-            rng, (64 if is_round else 33, 128), (EXPERTS, 128, 256), (EXPERTS, 128, 128), dtype=BF16
-        )
-        return x, *_normal(rng, (len(x), EXPERTS)), w_gate_up / 8, w_down / 8
-
-    return _op(run, draw)
-
-
-OPS = {
-    "moves, float32": _op(_moved, _tokens(F32)),
-    "moves, bfloat16": _op(_moved, _tokens(BF16)),
-    "sort_chunks_by_index": _op(_chunks, _drawn_chunks),
-    "ragged_dot, bfloat16": _product(BF16),
-    "ragged_dot, float32": _product(F32),
-    "ragged_dot, transposed": _product(BF16, transposed=True),
-    "ragged_dot, 8-bit weights": _stored_product("float8_e4m3fn", (1, None, 1)),
-    "ragged_dot, int4": _stored_product("int4", (1, 32, 1)),
-    "ragged_dot, MXFP4 in tiles": _stored_product(
-        "float4_e2m1fn", (1, 32, 1), "float8_e8m0fnu", tile=True
-    ),
-    "glu": _op(_glu, _drawn_glu),
-    "route": _op(_route, _drawn_logits),
-    "quantize": _op(
-        _quantized, lambda rng, is_round: _normal(rng, (64, 64), dtype=BF16), lacks=("gradient",)
-    ),
-    "feed_forward, bfloat16": _layer(BF16),
-    "feed_forward, float32": _layer(F32),
-    "feed_forward, rows": _layer(BF16, recipe="rows"),
-    "feed_forward, blocks": _layer(BF16, recipe="blocks"),
-    "feed_forward, all in 8 bits": _layer(
-        BF16, recipe=moe.Recipe(weight_gradient="rows", fast_sums=False)
-    ),
-    "feed_forward, frozen int4": _frozen_layer("int4", 32, F32),
-    "feed_forward, frozen MXFP4": _frozen_layer("float4_e2m1fn", 32, "float8_e8m0fnu"),
+OPS: dict[str, Sized] = {
+    **{n: of for n, of in SIZED.items() if "," not in n or n.startswith(("ragged", "feed"))},
+    "feed_forward, rows": _layer("rows"),
+    "feed_forward, blocks": _layer("blocks"),
+    "feed_forward, all in 8 bits": _layer(moe.Recipe(weight_gradient="rows", fast_sums=False)),
+    "feed_forward, frozen int4": _layer(frozen=("int4", F32)),
+    "feed_forward, frozen MXFP4": _layer(frozen=("float4_e2m1fn", "float8_e8m0fnu")),
 }
-CALLS = KERNELS | OPS
+
+
+@functools.cache
+def call_of(name: str, is_round: bool) -> Call:
+    """Of one shape or the other; ops take turns with dtypes."""
+    if name in KERNELS:
+        return KERNELS[name]
+    dtype = F32 if [*OPS].index(name) % 2 else BF16
+    made = functools.partial(OPS[name], of=(ROUND if is_round else ODD)._replace(dtype=dtype))
+    case = made(None)
+    arrays = {of: a for of, a in case.inputs(0).items() if of[:2] != "g_"}
+    floats = {of for of, a in arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)}
+    has_gradient = floats and not floats - {*case.gradients}
+
+    def run(given: Any, implementation: Any) -> Any:
+        results = made(implementation).forward(dict(zip(arrays, given, strict=True)))[1]
+        return tuple(results.values())
+
+    def draw(rng: Rng, is_round: bool) -> Arrays:
+        drawn = case.normal(case.draw(rng), rng)
+        finite = lambda of: np.where(np.isfinite(of.astype(F32)), of, of.dtype.type(0))
+        return tuple(finite(drawn[of]) if of in floats else drawn[of] for of in arrays)
+
+    return Call(run, draw, lacks=() if has_gradient else ("gradient",))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.forms.calls import CALLS
+from tests.forms.calls import KERNELS, OPS, call_of
 from tests.forms.forms import FORMS, LENGTH, alone, gradient
 
 
@@ -19,7 +19,7 @@ def cells() -> list[tuple[str, str]]:
     return [
         (name, form_name)
         for form_name, form in FORMS.items()
-        for name, call in CALLS.items()
+        for name, call in ((name, call_of(name, True)) for name in (*KERNELS, *OPS))
         if not {*form.needs} & {*call.lacks}
         if not (form.differentiates and "gradient" in call.lacks)
     ]
@@ -28,7 +28,7 @@ def cells() -> list[tuple[str, str]]:
 def drawn(name: str, is_round: bool) -> Any:
     """The arrays of a call, stacked."""
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    draws = [CALLS[name].draw(rng, is_round) for _ in range(LENGTH)]
+    draws = [call_of(name, is_round).draw(rng, is_round) for _ in range(LENGTH)]
     return tuple(np.stack(arrays) for arrays in zip(*draws, strict=True))
 
 
@@ -38,7 +38,7 @@ def check(name: str, form_name: str, is_round: bool, implementation: Any) -> Non
     Forms share kernels and shapes, and so, but for what XLA computes around a kernel, bits: the
     bound is a few roundings of the dtype, of the largest element.
     """
-    call, form = CALLS[name], FORMS[form_name]
+    call, form = call_of(name, is_round), FORMS[form_name]
     function = functools.partial(call.run, implementation=implementation)
     stacked = jax.tree.map(jnp.asarray, drawn(name, is_round))
     wanted = alone(gradient(function) if form.differentiates else function, stacked)
