@@ -23,8 +23,9 @@ EIGHT = ("float8_e4m3fn", "float8_e5m2", "int8")
 PACKED = ("int4", "float4_e2m1fn")
 E8M0 = "float8_e8m0fnu"
 _F32 = np.float32
+_NAN = np.array(0x7FC12345, np.uint32).view(_F32)  # with a payload
 _SPECIAL = np.array(
-    [np.nan, -np.nan, np.inf, -np.inf, 3.4028235e38, 0.0, -0.0, 1e-40, -1e-45, 6e-8], _F32
+    [_NAN, -np.nan, np.inf, -np.inf, 3.4028235e38, 0.0, -0.0, 1e-40, -1e-45, 6e-8], _F32
 )
 KINDS = (*draws.KINDS, "special", "special", "middles")
 
