@@ -22,6 +22,7 @@ installed, or whose result is wrong, gets the reason in place of times.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -49,6 +50,7 @@ MODELS = {
 # The dtype, and how deep and wide the block of a scale is; None is all of the depth.
 FORMATS: dict[str, tuple[str, int | None, int]] = {
     "MXFP4": ("float4_e2m1fn", 32, 1),
+    "NVFP4": ("float4_e2m1fn", 16, 1),
     "int4-32": ("int4", 32, 1),
     "int4-64": ("int4", 64, 1),
     "int4-128": ("int4", 128, 1),
@@ -72,7 +74,7 @@ class Product(NamedTuple):
 def weights(name: str, experts: int, depth: int, columns: int) -> Any:
     """Random weights [experts, depth, columns] of a format, whose scales bfloat16 holds.
 
-    4-bit weights keep them so, as checkpoints and rivals do.
+    4-bit weights keep them so, as checkpoints and rivals do; NVFP4 has them in float8_e4m3fn.
     """
     dtype, deep, wide = FORMATS[name]
     packed = dtype if dtype in ("int4", "float4_e2m1fn") else None
@@ -88,7 +90,12 @@ def weights(name: str, experts: int, depth: int, columns: int) -> Any:
     if name == "MXFP4":
         codes = jax.random.randint(keys[1], blocks, 118, 124).astype("uint8")
         scales = jax.lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu)
-    return moe.ScaledArray(values, scales, (1, deep, wide), transposed=True, packed=packed)
+    array = moe.ScaledArray(values, scales, (1, deep, wide), transposed=True, packed=packed)
+    if name != "NVFP4":
+        return array
+    of_all = jnp.full((*blocks[:-1], 1), 2.0**-10, "float32")
+    of_blocks = (1024 * scales).astype(jnp.float8_e4m3fn)
+    return dataclasses.replace(array, scales=of_blocks, global_scales=of_all)
 
 
 def triax(w: Any) -> dict[str, rivals.Way]:
@@ -101,7 +108,7 @@ def triax(w: Any) -> dict[str, rivals.Way]:
 def libraries_of(name: str) -> dict[str, Any]:
     """The libraries that have kernels for a format."""
     found = {"Triax": triax}
-    if FORMATS[name][0] in rivals.MARLIN_TYPES:
+    if FORMATS[name][0] in rivals.MARLIN_TYPES and name != "NVFP4":  # has other scales there
         found["Marlin"] = rivals.marlin
     if name in ("MXFP4", "bfloat16"):
         found["triton_kernels"] = rivals.triton_kernels

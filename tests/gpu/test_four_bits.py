@@ -9,7 +9,13 @@ import pytest
 
 from tests.gpu.test_eight_bits import error
 from tests.moe.products import oracle
-from tests.moe.products.test_few_rows_packed import WAYS, all_numbers, is_taken, weights_of
+from tests.moe.products.test_few_rows_packed import (
+    WAYS,
+    all_numbers,
+    all_numbers_of_nvfp4,
+    is_taken,
+    weights_of,
+)
 from tests.moe.quantization.oracle import exactly
 from triax import moe
 from triax.testing import assert_same_bits, poison
@@ -35,6 +41,13 @@ def test_all_numbers_times_all_powers_of_two(num_rows, dtype):
     weights = jax.jit(moe.ScaledArray.tile)(weights)
     multiply = lambda *args: moe.ragged_dot(*args, preferred_element_type="float32")
     np.testing.assert_array_equal(jax.jit(multiply)(rows, weights, sizes), wanted)
+
+
+@pytest.mark.parametrize("num_rows", [64, 256, 1024, 4096])
+def test_all_numbers_times_all_scales_of_e4m3(num_rows):
+    *args, wanted = all_numbers_of_nvfp4(num_rows)
+    multiply = lambda *args: moe.ragged_dot(*args, preferred_element_type="float32")
+    np.testing.assert_array_equal(jax.jit(multiply)(*args), wanted)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -126,5 +126,12 @@ SIZED: dict[str, Sized] = {
     "ragged_dot, MXFP4 in tiles": _scaled(
         "float4_e2m1fn", block=(32, 1), scale_dtype="float8_e8m0fnu", tiled=True
     ),
+    "ragged_dot, NVFP4 in tiles": _scaled(
+        "float4_e2m1fn",
+        block=(16, 1),
+        scale_dtype="float8_e4m3fn",
+        with_global_scales=True,
+        tiled=True,
+    ),
     **layer.SIZED,
 }

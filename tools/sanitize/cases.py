@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from tests.moe.case import widths
 from tests.moe.cases import NAMED
+from tests.moe.quantization.oracle import nvfp4
 
 from triax import moe
 
@@ -84,7 +85,10 @@ def weights_alone(dtype: str, rows_per_group: int, **options) -> None:
     block = options.pop("block", (1, None, 1))
     weights = draw(EXPERTS, 128, 192, dtype="float32")
     tiled = options.pop("tiled", False)
-    weights = moe.quantize(weights, dtype, block=block, transposed=True, **options)
+    if dtype == "NVFP4":
+        weights = nvfp4(weights.shape)
+    else:
+        weights = moe.quantize(weights, dtype, block=block, transposed=True, **options)
     weights = weights.tile() if tiled else weights
     jax.block_until_ready(moe.ragged_dot(rows, weights, sizes, **HOW))
 
@@ -140,6 +144,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         ("int4", "int4", {}),
         ("int4, 32 deep", "int4", blocks),
         ("MXFP4", "float4_e2m1fn", blocks | {"scale_dtype": "float8_e8m0fnu"}),
+        ("NVFP4", "NVFP4", {}),
     ):
         yield f"weights of {kind}", of(weights_alone, dtype, 20, **options)
         for rows in (3, 20, 50):

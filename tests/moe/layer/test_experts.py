@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.moe.layer.test_recipes import ALL, layer
+from tests.moe.quantization import oracle
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError, TriaxError
 from triax.moe.layer import ops, products
@@ -280,19 +281,22 @@ def test_another_recipe_than_they_are_quantized_for(recipe):
 # --- tiles ------------------------------------------------------------------------------------
 
 
-def in_4_bits(two=False):
+def in_4_bits(two=False, nvfp4=False):
     normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape, jnp.bfloat16)
     x, logits = normal(0, 20, 128), normal(1, 20, 8)
     w_gate_up, w_down = normal(2, 8, 128, 128), normal(3, 8, 64, 128)
     first = tuple(jnp.split(w_gate_up, 2, axis=2)) if two else w_gate_up
     four = lambda w: moe.quantize(w, "int4", block=(1, 32, 1), transposed=True)
+    if nvfp4:
+        four = lambda w: jax.tree.map(jnp.asarray, oracle.nvfp4(w.shape))
     return moe.Experts(*jax.tree.map(four, (first, w_down))), x, logits.astype(jnp.float32)
 
 
 @pytest.mark.sampled(0, 1)
+@pytest.mark.parametrize("nvfp4", [False, True])
 @pytest.mark.parametrize("two", [False, True])
-def test_experts_in_tiles(two):
-    experts, x, logits = in_4_bits(two)
+def test_experts_in_tiles(two, nvfp4):
+    experts, x, logits = in_4_bits(two, nvfp4)
     tiled = jax.jit(moe.Experts.tile)(experts)
     arrays = jax.tree.leaves(tiled, is_leaf=lambda of: isinstance(of, moe.ScaledArray))
     assert [of.tiled for of in arrays] == [True] * (2 + two)

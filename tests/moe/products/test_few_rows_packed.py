@@ -155,6 +155,14 @@ def test_a_scale_of_e4m3_that_is_not_positive_is_seen_in_any_step(num_rows, part
 
 @pytest.mark.parametrize("num_rows", [256, 2048])
 def test_all_numbers_times_all_scales_of_e4m3(num_rows):
+    *args, wanted = all_numbers_of_nvfp4(num_rows)
+    how = {"implementation": "interpret", "preferred_element_type": "float32"}
+    run = jax.jit(lambda *args: moe.ragged_dot(*args, **how))
+    assert is_taken(run, *args)
+    np.testing.assert_array_equal(run(*args), wanted)
+
+
+def all_numbers_of_nvfp4(num_rows):
     """A column for each code. Those of the first two tiles are from 0 to 126, of the others not."""
     columns, depth, groups = 320, 64, 32
     codes = (np.arange(columns)[:, None] + np.arange(depth) + np.arange(groups)[:, None, None]) % 16
@@ -165,12 +173,9 @@ def test_all_numbers_times_all_scales_of_e4m3(num_rows):
     rows = np.zeros((num_rows, depth), np.float32)
     rows[np.arange(num_rows), np.arange(num_rows) % depth] = 1
     sizes = np.full(groups, num_rows // groups, np.int32)
-    how = {"implementation": "interpret", "preferred_element_type": "float32"}
-    run = jax.jit(lambda *args: moe.ragged_dot(*args, **how))
-    args = rows.astype(jnp.bfloat16), weights.tile(), sizes
-    assert is_taken(run, *args)
     group, place = np.arange(num_rows) // sizes[0], np.arange(num_rows) % depth
-    np.testing.assert_array_equal(run(*args), exactly(weights).astype(np.float32)[group, place])
+    wanted = exactly(weights).astype(np.float32)[group, place]
+    return rows.astype(jnp.bfloat16), weights.tile(), sizes, wanted
 
 
 @pytest.mark.parametrize("num_rows", [4, 20, 520])

@@ -45,6 +45,12 @@ def four(dtype, deep=None, scales="float32", zeros=None, wide=1, depth=DEPTH, tr
     return dataclasses.replace(weights, zeros=array(*weights.scales.shape, dtype=zeros))
 
 
+def nvfp4(deep=16, wide=1):
+    weights = four(E2M1, deep, E4M3, wide=wide)
+    of_all = array(*weights.scales.shape[:-1], 1, dtype="float32")
+    return dataclasses.replace(weights, global_scales=of_all)
+
+
 def in_tiles(all_weights):
     return [jax.eval_shape(moe.ScaledArray.tile, weights) for weights in all_weights]
 
@@ -59,6 +65,8 @@ SUITABLE = [
     four(INT4, 128, zeros="int8"),
     four(INT4, 32, E8M0, "int8"),
     four(E2M1, 32),
+    nvfp4(),
+    nvfp4(48),
     eight(E4M3, 32),
     eight("int8"),
     eight(E4M3, 128, 128),
@@ -70,6 +78,8 @@ OTHERS = [
     four(INT4, 32, zeros="float32"),
     four(INT4, 32, transposed=False),
     four(E2M1, 16, E8M0),
+    nvfp4(8),
+    nvfp4(wide=64),
     eight(E4M3, 32, transposed=False),
 ]
 ANY_4 = [SUITABLE[0], SUITABLE[1], OTHERS[0]]
@@ -82,7 +92,7 @@ LINES = [
     ("bfloat16", ["bfloat16"], "tiles, suitable", in_tiles(SUITABLE)),
     ("bfloat16", ["bfloat16"], "tiles, others", in_tiles(OTHERS)),
     ("float16, float32", ["float16", "float32"], "tiles", ANY_TILES),
-    ("floats", ["bfloat16", "float16", "float32"], "4 bits", ANY_4 + SUITABLE[:8]),
+    ("floats", ["bfloat16", "float16", "float32"], "4 bits", ANY_4 + SUITABLE[:10]),
     ("bfloat16, float16", ["bfloat16", "float16"], "8 bits", ANY_8),
     ("float32", ["float32"], "8 bits", ANY_8),
     ("8-bit floats, by `quantize`", [E4M3, E5M2], "8-bit floats", [eight(E4M3), eight(E5M2, 64)]),
@@ -176,8 +186,9 @@ def test_a_warning_says_what_keeps_weights_in_memory(way, card, dtype, weights, 
     assert "`weights.dequantize(jnp.bfloat16)`" in told
 
 
-@pytest.mark.parametrize("weights", [0, 1], ids=["int4", "mxfp4"])
+@pytest.mark.parametrize("weights", [0, 1, 8], ids=["int4", "mxfp4", "nvfp4"])
 def test_tiles_need_no_tma(way, weights):
+    """Nor a GPU that has float8_e4m3fn, for scales."""
     (tiled,) = in_tiles([SUITABLE[weights]])
     assert way(80, 64 * GROUPS, "bfloat16", tiled) == ("in registers", [])
     which, (told,) = way(80, 65 * GROUPS, "bfloat16", tiled)
