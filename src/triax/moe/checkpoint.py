@@ -492,7 +492,7 @@ def _stacked(
                 arrays.setdefault(f"b_{key}", []).append(own[of_bias])
     # As gate and up are twice as wide, [experts, out, in] and [experts, in, out] differ.
     both, down = arrays["w_gate_up"][0], arrays["w_down"][0]
-    transposed = not by_shape or both.shape[-1] == down.shape[-2]
+    transposed = both.shape[-1] == down.shape[-2]
     count = len(both)
     _check_sizes(said.counts, count, stem, "experts")
     part = _chosen(experts, count)

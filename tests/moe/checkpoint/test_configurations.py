@@ -554,6 +554,8 @@ def test_groups_of_a_configuration():
     down, rest = [r"re:.*\.down_proj$"], ["Linear"]
     read(tensors, groups_of((rest, of_32), (rest, of_32), (rest, None)))
     read(tensors, groups_of((["re:.*self_attn.*"], of_64), (rest, of_32)))
+    of_several = groups_of((["re:.*self_attn.*"], of_64), (rest, of_32))["quantization_config"]
+    read(tensors, {"quantization_config": of_several | {"format": "mixed-precision"}})
     read(tensors, groups_of((["re:.*self_attn.*", "lm_head"], of_64), (["re:.*experts.*"], of_32)))
     read(tensors, groups_of((rest, of_64), ([r"re:.*experts\.\d+\.(gate|up|down)_proj"], of_32)))
     exact = [name.rpartition(".")[0] for name in tensors]

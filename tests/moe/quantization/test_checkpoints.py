@@ -273,6 +273,22 @@ def test_sizes_of_blocks(size):
             moe.from_8_bits(weight, scale)
 
 
+def test_scales_in_bytes():
+    """A byte of an MX scale is 2 ** (byte - 127), in float8_e8m0fnu or in uint8."""
+    weight = np.array([[1.5, -2.0] * 32], ml_dtypes.float8_e4m3fn)
+    codes = np.array([[127, 124]], np.uint8)
+    wanted = np.array([1.5, -2.0] * 16 + [1.5 / 8, -2.0 / 8] * 16)[:, None]
+    for scales in (codes, codes.view(ml_dtypes.float8_e8m0fnu)):
+        found = moe.from_8_bits(weight, scales, block_size=(1, 32))
+        assert found.scales.dtype == ml_dtypes.float8_e8m0fnu
+        np.testing.assert_array_equal(exactly(found), wanted)
+    numbers = np.tile(np.array([0x42], np.uint8), (1, 32))  # 1, then 2
+    wanted = np.array([1.0, 2.0] * 16 + [1 / 8, 2 / 8] * 16)[:, None]
+    for values in (numbers, numbers.view(np.int8), numbers.reshape(1, 2, 16)):
+        for scales in (codes, codes.view(ml_dtypes.float8_e8m0fnu)):
+            np.testing.assert_array_equal(exactly(moe.from_mxfp4(values, scales)), wanted)
+
+
 def test_a_partial_last_group_is_not_taken_for_a_whole_one():
     """96 rows in groups of 40, 40 and 16 have as many scales as in groups of 32."""
     given, order = in_groups_of(40, rows=96)

@@ -194,3 +194,19 @@ def test_unknown_model_types(config):
 def test_a_configuration_is_a_mapping():
     with pytest.raises(ArgumentTypeError, match="`config`"):
         moe.Router.from_config("config.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changed", "message"),
+    [
+        ("hunyuan_v1_moe", {"moe_topk": [2, 4]}, r"has `moe_topk` \[2, 4\], by which"),
+        ("step3p5", {"num_experts_per_tok": 4}, "`num_experts_per_tok` 4, `moe_top_k` 3, by which"),
+    ],
+)
+def test_numbers_of_experts_that_differ(model_type, changed, message):
+    """Of layers, or under two names."""
+    config = config_of(model_type)
+    config = config | {"text_config": config.get("text_config", config) | changed}
+    with pytest.raises(CheckpointError, match=f"{message} .* Pass `top_k`"):
+        moe.Router.from_config(config)
+    assert moe.Router.from_config(config, top_k=2).top_k == 2
