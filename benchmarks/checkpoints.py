@@ -144,7 +144,8 @@ def pack_quantized(symmetric: bool, group: int | None) -> float:
     packed = PackedQuantizationCompressor.compress(state, scheme)
     wanted = PackedQuantizationCompressor.decompress(dict(packed), scheme)["weight"]
     arrays = {name: tensor.numpy() for name, tensor in packed.items()}
-    return error(moe.from_compressed_tensors(**arrays).dequantize().T, wanted)
+    found = moe.from_compressed_tensors(**arrays, group_size=group or -1)
+    return error(found.dequantize().T, wanted)
 
 
 def microscaled(bits: int) -> float:
