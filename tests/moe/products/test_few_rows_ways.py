@@ -172,6 +172,9 @@ def test_the_table_has_no_other_lines():
         (90, "bfloat16", OTHERS[0], "scales for a multiple of 32 along the depth; got 16"),
         (90, "bfloat16", OTHERS[1], "zeros of int8; got float32"),
         (90, "bfloat16", OTHERS[2], "weights that are stored with their depth innermost"),
+        (90, "bfloat16", nvfp4(8), "scales for a multiple of 16 along the depth; got 8"),
+        (90, "bfloat16", nvfp4(wide=64), "scales of float8_e4m3fn for each column and part of the"),
+        (90, "bfloat16", nvfp4(), "weights in tiles (`weights.tile()`). If"),
         (90, "float16", SUITABLE[0], "rows of bfloat16; got float16"),
         (90, "bfloat16", SUITABLE[0], "weights in tiles (`weights.tile()`). If"),
         (80, "bfloat16", SUITABLE[0], "weights in tiles (`weights.tile()`). If"),
@@ -180,7 +183,7 @@ def test_the_table_has_no_other_lines():
 def test_a_warning_says_what_keeps_weights_in_memory(way, card, dtype, weights, needs):
     which, (told,) = way(card, FEW, dtype, weights)
     assert which == "in memory"
-    shape = f"int4[4,192,128] with scales for blocks {weights.block}"
+    shape = f"{weights.dtype}[4,192,128] with scales for blocks {weights.block}"
     assert f"ragged_dot dequantizes its weights, {shape}, in memory in every call" in told
     assert f"registers need {needs}" in told
     assert "`weights.dequantize(jnp.bfloat16)`" in told

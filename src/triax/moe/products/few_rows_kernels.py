@@ -8,13 +8,14 @@ A sum over the depth may take any order. The words of a tile stand where threads
 they come out of its registers, and rows are put into the same order before the launch. With
 WEIGHTS_LEFT weights are the left operand, which Hopper's tensor cores read from registers.
 
-Zeros, and scales that are powers of two, are applied to the widened weights, which is exact. Other
-scales multiply sums in float32: the whole sum, the sum over each block of the depth, or that over
-each half of a block (HALVES).
+Zeros, and scales of 8 bits, which come as CODES of their dtype, are applied to the widened weights,
+which is exact in bfloat16. Other scales multiply sums in float32: the whole sum, the sum over each
+block of the depth, or that over each half of a block (HALVES).
 
-AT_ONCE is for MXFP4: one instruction multiplies a weight by its power and by the factor that
-widening needs. Both together fit bfloat16 for powers below 2. A tile with larger powers is summed
-up again, with two multiplications.
+AT_ONCE is for MXFP4 and NVFP4: one instruction multiplies a weight by its scale and by the factor
+that widening needs. Both together fit bfloat16 for powers below 2, and for 2**-7 times any scale of
+e4m3, of which NaN and negative ones are left out. A tile with others is summed up again, with two
+multiplications.
 """
 
 import triton
@@ -192,7 +193,7 @@ def _few_rows_kernel(
         if AT_ONCE:
             if E4M3_SCALES:
                 seen = tl.where((seen & 0x00800080) != 0, 128, 0)
-            if tl.max(seen.to(tl.int32)) >= 128:  # some code has its highest bit: a power >= 2
+            if tl.max(seen.to(tl.int32)) >= 128:  # a power >= 2; or an e4m3 scale that is left out
                 total = tl.zeros_like(total)
                 for start in tl.range(0, depth, BLOCK_DEPTH, num_stages=1):
                     w = weights.load([group, column // 64, start // 64 * TILE_ROWS, 0])

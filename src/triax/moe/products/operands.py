@@ -14,14 +14,7 @@ import jax.numpy as jnp
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.quantization.packing import (
-    E4M3,
-    E8M0,
-    PACKED,
-    TILE,
-    TILED,
-    least_scaled,
-)
+from triax.moe.quantization.packing import E4M3, E8M0, PACKED, TILE, TILED, least_scaled
 from triax.moe.quantization.scaled import ScaledArray, check, stored_block, swapped
 from triax.moe.shared import arguments
 from triax.moe.shared.blocks import power_of_two
@@ -61,8 +54,9 @@ class Parts(NamedTuple):
 
         The products are exact in bfloat16. Kernels take such scales as codes.
         """
-        in_8_bits = self.packed and self.scales is not None and self.scales.dtype in (E8M0, E4M3)
-        return self.scales.dtype.name if in_8_bits else None
+        if self.packed is None or self.scales is None or self.scales.dtype not in (E8M0, E4M3):
+            return None
+        return str(self.scales.dtype)
 
     @property
     def least_deep(self) -> int:
