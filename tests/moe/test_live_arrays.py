@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 import triax
+from tests.moe.case import ModelSizes
+from tests.moe.cases import SIZED
 from triax import moe
 from triax.moe.activations.functions import closes_over_arrays
 from triax.moe.activations.options import resolve
 
-TOKENS, EXPERTS, HIDDEN, WIDTH = 8, 3, 4, 6
+SIZES = ModelSizes(tokens=8, hidden=4, width=6, experts=3, top_k=2)
 FEW, MANY = 2, 30
 
 
@@ -27,53 +29,22 @@ def arrays(*shapes):
     return [rng.standard_normal(shape, np.float32) for shape in shapes]
 
 
-# --- what is differentiated: a function of arrays, floats first, and these arrays -------------
+# --- what is differentiated: a function, arrays that it is differentiated by, and others ------
 
-IDS = np.arange(2 * TOKENS, dtype=np.int32).reshape(TOKENS, 2) % EXPERTS
-SIZES = np.array([5, 0, 3], np.int32)
-X, ROWS, PROBS, LOGITS, W, BIAS, BIAS_WEIGHTS = arrays(
-    *((TOKENS, HIDDEN), (2 * TOKENS, HIDDEN), (TOKENS, 2), (TOKENS, EXPERTS)),
-    *((EXPERTS, HIDDEN, WIDTH), (EXPERTS, WIDTH), (TOKENS,)),
-)
-plan = functools.partial(moe.make_plan, num_experts=EXPERTS)
+
+def of_case(made):
+    case, rng = made(None, SIZES), np.random.default_rng(0)
+    drawn = case.normal({n: a for n, a in case.draw(rng).items() if n[:2] != "g_"}, rng)
+    names = sorted(drawn, key=lambda name: name not in case.gradients)
+    run = lambda *args: case.forward(dict(zip(names, args, strict=True)))[1]
+    args = [drawn[name] for name in names]
+    return run, args[: len(case.gradients)], args[len(case.gradients) :]
 
 
 def group_outer(x, w, sizes):
     """The gradient of the weights, whose own gradient is taken."""
     return jax.grad(lambda w: total(moe.ragged_dot(x, w, sizes)))(w)
 
-
-def quantized_weights(x, w, sizes):
-    w = moe.quantize(jax.lax.stop_gradient(w), "int8", block=(1, None, 1))
-    return moe.ragged_dot(x, w, sizes)
-
-
-OPS = {
-    "permute": (lambda x, probs, ids: moe.permute(x, plan(ids), weights=probs), (X, PROBS, IDS)),
-    "unpermute": (
-        lambda rows, weights, ids: moe.unpermute(rows, plan(ids), weights),
-        (ROWS, PROBS, IDS),
-    ),
-    "ragged_dot": (
-        lambda x, w, bias, weights, sizes: moe.ragged_dot(
-            x, w, sizes, bias=bias, bias_weights=weights
-        ),
-        (X, W, BIAS, BIAS_WEIGHTS, SIZES),
-    ),
-    "group_outer": (group_outer, (X, W, SIZES)),
-    "glu": (moe.glu, (X, BIAS_WEIGHTS)),
-    "interleaved": (
-        lambda x, weights: moe.glu(x.astype("bfloat16"), weights, interleaved=True),
-        (X, BIAS_WEIGHTS),
-    ),
-    "route": (lambda logits: moe.route(logits, moe.Router(2)), (LOGITS,)),
-    "sort_chunks_by_index": (
-        lambda x, probs, sizes, indices: moe.sort_chunks_by_index(x, sizes, indices, probs),
-        (X, BIAS_WEIGHTS, SIZES, np.array([2, 0, 1], np.int32)),
-    ),
-    "quantized weights": (quantized_weights, (X, W, SIZES)),
-    "sharded": (triax.sharded(lambda x, w: x * w, "t h, h -> t h", cut="t"), (X, X[0])),
-}
 
 LAYERS = {
     "no recipe": {},
@@ -83,9 +54,7 @@ LAYERS = {
     "gradients of rows alone": {"recipe": moe.Recipe(forward=None)},
     "kept": {"keep": ("triax_glu", "triax_permuted_rows")},
 }
-# Of the arrays that a function closes over, their derivatives keep none as they are.
-KEEP_NO_OPERAND = {"permute", "route", "sort_chunks_by_index"}
-OF_LAYERS = [(TOKENS, HIDDEN), (TOKENS, EXPERTS), (3, HIDDEN, 2 * WIDTH), (3, WIDTH, HIDDEN)]
+OF_LAYERS = [(8, 4), (8, 3), (3, 4, 12), (3, 6, 4)]
 
 
 def layer(x, logits, w_gate_up, w_down, activation="swiglu", **options):
@@ -110,10 +79,29 @@ CLOSING = {
 }
 
 
-CASES = OPS | {
-    f"layer: {name}": (functools.partial(layer, **options), tuple(arrays(*OF_LAYERS)))
+CASES = {
+    name: functools.partial(of_case, made)
+    for name, made in SIZED.items()
+    if ("," not in name or name.startswith("ragged_dot")) and made(None, SIZES).gradients
+}
+CASES |= {
+    f"layer: {name}": lambda options=options: (
+        functools.partial(layer, **options),
+        arrays(*OF_LAYERS),
+        [],
+    )
     for name, options in LAYERS.items()
 }
+CASES["group_outer"] = lambda: (
+    group_outer,
+    arrays((16, 4), (3, 4, 6)),
+    [np.array([5, 0, 3], np.int32)],
+)
+CASES["sharded"] = lambda: (
+    triax.sharded(lambda x, w: x * w, "t h, h -> t h", cut="t"),
+    arrays((8, 4), (4,)),
+    [],
+)
 
 
 # --- the tests -------------------------------------------------------------------------------
@@ -124,21 +112,14 @@ def total(results):
     return sum(jnp.sum(a**2) for a in floats)
 
 
-def loss(run, args):
-    """A function of the floats of `args` that closes over the other arrays, and these floats."""
-    floats = [a for a in args if jnp.issubdtype(a.dtype, jnp.floating)]
-    others = args[len(floats) :]
-    return lambda *floats: total(run(*floats, *others)), floats
+def eager(run, moving, others):
+    """Closes over arrays that it is not differentiated by."""
+    jax.grad(lambda *moving: total(run(*moving, *others)), tuple(range(len(moving))))(*moving)
 
 
-def eager(run, args):
-    function, floats = loss(run, args)
-    jax.grad(function, tuple(range(len(floats))))(*floats)
-
-
-def jitted(run, args):
+def jitted(run, moving, others):
     """Closes over all arrays but the first."""
-    jax.jit(jax.grad(lambda x: total(run(x, *args[1:]))))(args[0])
+    jax.jit(jax.grad(lambda x: total(run(x, *moving[1:], *others))))(moving[0])
 
 
 def left_by(step, many=MANY):
@@ -154,25 +135,26 @@ def left_by(step, many=MANY):
     return counts[1] - counts[0]
 
 
-def new(name):
-    run, args = CASES[name]
-    return run, tuple(map(jnp.array, args))
+def new(run, moving, others):
+    return run, *([jnp.array(a) for a in of] for of in (moving, others))
 
 
-def of(names, quick):
+def of(quick):
     more = pytest.mark.slow("all derivatives are made by the same function")
-    cases = [name if name in quick else pytest.param(name, marks=more) for name in names]
+    cases = [name if name in quick else pytest.param(name, marks=more) for name in CASES]
     return pytest.mark.parametrize("name", cases)
 
 
-@of(CASES, quick={"ragged_dot", "layer: rows"})
+@of(quick={"ragged_dot", "layer: rows"})
 def test_eager_gradients_leave_no_arrays(name):
-    assert left_by(lambda: eager(*new(name))) == 0
+    case = CASES[name]()
+    assert left_by(lambda: eager(*new(*case))) == 0
 
 
-@of([name for name in CASES if name not in KEEP_NO_OPERAND], quick={"ragged_dot"})
+@of(quick={"ragged_dot"})
 def test_jitted_gradients_that_close_over_arrays_leave_none(name):
-    assert left_by(lambda: jitted(*new(name)), many=6) == 0
+    case = CASES[name]()
+    assert left_by(lambda: jitted(*new(*case)), many=6) == 0
 
 
 @pytest.fixture(params=["constants", "literals"])
@@ -188,7 +170,7 @@ def held_as(request):
 @pytest.mark.usefixtures("held_as")
 @pytest.mark.parametrize("how", CLOSING)
 def test_activations_that_close_over_arrays_are_seen(how):
-    scale, row = jnp.ones((1, WIDTH)), jnp.ones((2, WIDTH))
+    scale, row = jnp.ones((1, SIZES.width)), jnp.ones((2, SIZES.width))
     closing = lambda gate, up: jax.nn.gelu(gate) * up * scale
     plain = lambda gate, up: jax.nn.gelu(gate) * up * np.float32(2)
     assert closes_over_arrays(resolve(CLOSING[how](closing)), row, row)
@@ -199,6 +181,5 @@ def test_activations_that_close_over_arrays_are_seen(how):
 @pytest.mark.parametrize("how", CLOSING)
 @pytest.mark.parametrize("step", [eager, jitted])
 def test_activations_that_close_over_arrays_leave_none(step, how):
-    args = arrays(*OF_LAYERS, (1, WIDTH))
-    run = functools.partial(scaled, CLOSING[how])
-    assert left_by(lambda: step(run, tuple(map(jnp.array, args))), many=6) == 0
+    case = functools.partial(scaled, CLOSING[how]), arrays(*OF_LAYERS, (1, SIZES.width)), []
+    assert left_by(lambda: step(*new(*case)), many=6) == 0
