@@ -63,6 +63,8 @@ UNUSUAL = [
     "TransformerEngine's router, sigmoid, bias",
     "TransformerEngine's chunks, 3-D",
 ]
+# Whose kernels take the interpreter long.
+SLOW = {*layer.NAMED, *transformer_engine.NAMED} - {*layer.QUICK, *transformer_engine.QUICK}
 # For a GPU: the interpreter would take too long.
 LARGE: dict[str, Callable[..., Case]] = {
     **plans.LARGE,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
 
 from tests.moe.case import widths
-from tests.moe.cases import LARGE, NAMED, ORDINARY, UNUSUAL
+from tests.moe.cases import LARGE, NAMED, ORDINARY, SLOW, UNUSUAL
 
 paths = pytest.mark.parametrize("path", ["xla", "interpret"])
 
@@ -46,7 +46,13 @@ def check(case, runs):
     judge(case, batch, case.run(batch))
 
 
-@pytest.mark.parametrize("name", NAMED)
+def marked(names, slow):
+    """Names of cases as parameters of a test, some of them slow."""
+    slowly = pytest.mark.slow("others have the same parts")
+    return [pytest.param(name, marks=slowly if name in slow else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(NAMED, SLOW))
 def test_kernels(name):
     check(made(name, "interpret"), runs=2)
 
@@ -62,10 +68,8 @@ def test_plain_jax(name):
 
 def each(holds=lambda case: True):
     """Names of cases for which something holds; the quick ones are ordinary."""
-    slow = pytest.mark.slow("those that are ordinary have the same rules")
     names = [name for name in ORDINARY + UNUSUAL if holds(NAMED[name]("xla"))]
-    marked = [pytest.param(name, marks=() if name in ORDINARY else slow) for name in names]
-    return pytest.mark.parametrize("name", marked)
+    return pytest.mark.parametrize("name", marked(names, UNUSUAL))
 
 
 each_derivative = each(lambda case: case.gradients and case.is_derivative)

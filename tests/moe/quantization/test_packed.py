@@ -393,7 +393,9 @@ def test_mxfp4():
 def test_mistakes_in_mxfp4(blocks, scales, match):
     with pytest.raises(ArgumentValueError, match=match):
         moe.from_mxfp4(np.zeros(blocks, np.uint8), np.zeros(scales, np.uint8))
-    with pytest.raises(ArgumentTypeError, match="`scales` must be an array of uint8; got float32"):
+    with pytest.raises(
+        ArgumentTypeError, match="`scales` must be an array of uint8 or float8_e8m0fnu; got float32"
+    ):
         moe.from_mxfp4(np.zeros((2, 6, 3, 16), np.uint8), np.zeros((2, 6, 3), np.float32))
 
 

@@ -235,7 +235,8 @@ def by_ids(
         return np.where(known, (ids.astype(np.int64) - (roll or 0)) % experts, -1)
 
     def draw(rng: Rng) -> Arrays:
-        drawn = sizes.ids(rng, ids)
+        kind = "wild" if ids == "int64" else None
+        drawn = draws.ids(rng, tokens, slots, experts, ids, kind)
         row_of = sizes.plan(rows_of(drawn)).row_of
         weights = draws.values(rng, (tokens, slots), np.float32)
         weights[row_of < 0] = np.nan
@@ -490,3 +491,12 @@ SIZED: dict[str, Sized] = {
         path, rows=of.rows, width=of.hidden, chunks=of.experts, dtype=of.dtype
     ),
 }
+# What tests look at first: others are as these.
+QUICK = [
+    name
+    for name in NAMED
+    if "router" not in name
+    or name.endswith(
+        ("softmax, groups", "sigmoid of one", "sigmoid, bias", "scores, sigmoid", " 1")
+    )
+]
