@@ -62,6 +62,7 @@ UNUSUAL = [
     "TransformerEngine's ids, rolled",
     "TransformerEngine's router, sigmoid, bias",
     "TransformerEngine's chunks, 3-D",
+    "TransformerEngine's dense, biased",
 ]
 # Whose kernels take the interpreter long.
 SLOW = {*layer.NAMED, *transformer_engine.NAMED} - {*layer.QUICK, *transformer_engine.QUICK}

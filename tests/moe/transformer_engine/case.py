@@ -6,11 +6,13 @@ row map has three parts: the rows, not counting pad rows; their experts; and how
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.fuzz import products
 from tests.moe import draws
 from tests.moe.bounds import U32, Array, Near, Some, exact, rounded
 from tests.moe.case import Arrays, Case, ModelSizes, Sized
@@ -379,6 +381,15 @@ def aux_loss(path: str, tokens: int, experts: int, dtype: Any = "float32") -> Ca
     return Case("aux_loss", path, call, ("loss",), draw, expect, ("probs",), {"te": te})
 
 
+def dense(path: str, dtype: Any = "float32", **settings: Any) -> Case:
+    """`ragged_dot` by another name; the default precision of it is another, too."""
+    of = products.dense(path, (31, 24, 10, 4), np.dtype(dtype), **settings)
+    call = of.call.replace("moe.ragged_dot(", "te.grouped_dense(")
+    call = call.replace("transpose_weights=True", "contracting_dims=((1,), (2,))")
+    call = call.replace("implementation=", "precision='highest', implementation=")
+    return dataclasses.replace(of, op="grouped_dense", call=call, names={"te": te}, kernels=())
+
+
 _ORDINARY: dict[str, Any] = {"tokens": 12, "experts": 6, "width": 5}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
@@ -438,6 +449,9 @@ NAMED: dict[str, functools.partial[Case]] = {
         ),
         ("chunks, 3-D", chunks, {"rows": 70, "width": 5, "chunks": 6, "is_3d": True}),
         ("chunks, 2-D", chunks, {"rows": 33, "width": 5, "chunks": 6}),
+        ("dense, biased", dense, {"biased": True}),
+        ("dense, transposed", dense, {"biased": True, "transposed": True, "dtype": "bfloat16"}),
+        ("dense, to float32", dense, {"dtype": "bfloat16", "result": np.dtype("float32")}),
         *(
             (f"ids, {name}", by_ids, {"sizes": Sizes(12, 2, 4), "width": 5} | settings)
             for name, settings in _IDS.items()
