@@ -10,8 +10,8 @@ import pytest
 
 from tests.tuning.conftest import DEVICE, replace_measurer
 from triax import cli
-from triax.errors import ArgumentValueError, TuningError
-from triax.tools import programs, tune
+from triax.errors import TuningError
+from triax.tools import tune
 from triax.tuning import policy
 
 PROGRAM = """
@@ -140,16 +140,3 @@ def test_a_file_does_not_replace_the_module_of_its_name(lab, capsys):
     known = sys.modules["types"]
     assert cli.main(["tune", "types.py:main"]) == 0
     assert sys.modules["types"] is known
-
-
-def test_functions_that_a_file_has_are_named(tmp_path):
-    path = tmp_path / "steps.py"
-    path.write_text(
-        "def needy(x): ...\ndef step(scale=1.0, *, n=2): ...\ndef _own(): ...\n"
-        "def keyword(*, n): ...\ndef main(*arrays): ...\n"
-    )
-    with pytest.raises(ArgumentValueError, match=r"steps.py:step`. It has step, main.$"):
-        programs.find(str(path), "triax tune")
-    path.write_text("def broken(:")
-    with pytest.raises(ArgumentValueError, match=r"steps.py:main`.$"):
-        programs.find(str(path), "triax tune")

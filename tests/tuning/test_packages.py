@@ -15,7 +15,7 @@ from tests import kernels
 from tests.cases import blockwise
 from tests.tuning.records import key, record
 from triax import cli
-from triax.errors import MissingDependencyError, TuningError
+from triax.errors import TuningError
 from triax.tuning import packages, policy, store
 from triax.tuning.store import Store
 
@@ -190,33 +190,17 @@ def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, cap
     assert caplog.messages == [f"kernels are measured anew, because their configs are {known}"]
 
 
-def test_commands_show_which_are_of_another_triton(install, capsys):
+def test_commands_show_them_and_which_are_of_another_triton(install, capsys):
     place = Store(install(), "")
     for index, version in enumerate(("3.5.7", triton.__version__)):
         old = dataclasses.replace(key(index), triton=version)
         place.put(dataclasses.replace(record(index), key=old))
+    assert cli.main(["cache", "list"]) == 0
+    said = capsys.readouterr().out
+    for version in ("3.5.7", triton.__version__):
+        assert said.count(f"[Imaginary GPU, Triton {version}, package norms]") == 1
+    cli.main(["doctor"])
+    said = capsys.readouterr().out
     known = f"known for Triton 3.5.7, this is {triton.__version__}"
-    assert cli.main(["cache", "list"]) == 0
-    other, this = sorted(line for line in capsys.readouterr().out.splitlines() if "[" in line)
-    assert other.endswith(f"[Imaginary GPU, package norms, {known}]")
-    assert this.endswith("[Imaginary GPU, package norms]")
-    cli.main(["doctor"])
-    assert f"2 configs, 1 of them {known}" in capsys.readouterr().out
-
-
-def test_configs_are_listed_where_there_is_no_triton(install, capsys, monkeypatch):
-    def absent():
-        raise MissingDependencyError("no Triton")
-
-    monkeypatch.setattr("triax.compat.triton_private.triton", absent)
-    Store(install(), "").put(record(0))
-    assert cli.main(["cache", "list"]) == 0
-    assert "[Imaginary GPU, package norms]" in capsys.readouterr().out
-
-
-def test_commands_show_them(install, capsys):
-    Store(install(), "").put(record(0))
-    assert cli.main(["cache", "list"]) == 0
-    assert "[Imaginary GPU, package norms]" in capsys.readouterr().out
-    cli.main(["doctor"])
-    assert "package norms" in capsys.readouterr().out
+    assert "package norms" in said
+    assert f"2 configs, 1 of them {known}" in said

@@ -8,7 +8,7 @@ import triax
 from tests import kernels
 from tests.cases import blockwise
 from tests.tuning.conftest import DEVICE
-from triax import cli, devices
+from triax import devices
 from triax.errors import TuningError
 from triax.tuning import policy
 
@@ -84,13 +84,3 @@ def test_another_architecture_is_another_gpu(tuned, monkeypatch):
     monkeypatch.setenv("TRIAX_GPU", DEVICE.name)
     monkeypatch.setenv("TRIAX_CUDA_ARCH", "80")
     assert 'triax.config = "BLOCK=64, ' in export()
-
-
-def test_the_list_of_configs_says_if_none_is_for_it(tuned, monkeypatch, capsys):
-    monkeypatch.setenv("TRIAX_GPU", DEVICE.name)
-    assert cli.main(["cache", "list"]) == 0
-    assert "TRIAX_GPU" not in capsys.readouterr().out
-    monkeypatch.setenv("TRIAX_GPU", "imaginary")
-    assert cli.main(["cache", "list"]) == 0
-    expected = f"none is for TRIAX_GPU, 'imaginary'. Did you mean `{DEVICE.name}`?"
-    assert expected in capsys.readouterr().out

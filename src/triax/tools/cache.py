@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 from typing import TypeGuard
 
-from triax import settings
-from triax.compat import triton_private
-from triax.messages import counted, near_misses
+from triax.messages import counted
 from triax.tuning import store
 from triax.tuning.store import Record
 
@@ -25,10 +23,6 @@ NOTHING_YET = (
 def list_configs() -> int:
     """Prints one line per config."""
     status = count = total = 0
-    try:
-        here = str(triton_private.triton().__version__)
-    except Exception:  # Triton is absent or broken, so there is no version to compare with
-        here = ""
     for place in store.stores():
         try:
             records = list(place.records())
@@ -44,16 +38,11 @@ def list_configs() -> int:
             count, total = count + 1, total + size
             best = next((t.median_ms for t in record.timings if t.config == record.config), None)
             time = "" if best is None else f"{best:.4f} ms"
-            version, other = record.key.triton, ""
-            if here not in ("", version):
-                other = f", known for Triton {version}, this is {here}"
-            where = f"[{record.key.gpu}, {place.name}{other}]"
+            where = f"[{record.key.gpu}, Triton {record.key.triton}, {place.name}]"
             line = f"{path.stem:44}  {record.date[:10]}  {size / 1e3:5.1f} kB  {time:>12}"
             print(f"{line}  {record.config}  {where}")
     if count:
         print(f"{counted(count, 'config')}, {total / 1e3:.1f} kB")
-        if (target := settings.gpu()) is not None and target not in store.gpus():
-            print(f"none is for TRIAX_GPU, {target!r}.{near_misses(target, store.gpus())}")
     elif not status:
         print(f"no tuned configs yet: {NOTHING_YET}")
     return status

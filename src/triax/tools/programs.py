@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -70,11 +69,9 @@ def find(target: str, command: str) -> Program:
     """
     where, _, function = target.rpartition(":")
     if not where and function:
-        names = _without_arguments(target)
-        known = f" It has {', '.join(names)}." if names else ""
         raise ArgumentValueError(
             f"`{command}` needs {FORMS}; {target!r} names no function. Add one that takes no "
-            f"arguments, as in `{command} {target}:{names[0] if names else 'main'}`.{known}"
+            f"arguments, as in `{command} {target}:main`."
         )
     if os.path.isfile(where):
         return Program(command, os.path.abspath(where), "", function)
@@ -86,21 +83,6 @@ def find(target: str, command: str) -> Program:
             return Program(command, spec.origin or "", where, function)
         problem += f", and no module of that name in {os.getcwd()} or installed"
     raise ArgumentValueError(f"`{command}` needs {FORMS}; got {target!r}, and {problem}.")
-
-
-def _without_arguments(path: str) -> list[str]:
-    """Finds the functions in a file's source that need no arguments."""
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return []
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-
-    def needs_some(parameters: ast.arguments) -> bool:
-        positional = len(parameters.posonlyargs + parameters.args)
-        return positional > len(parameters.defaults) or None in parameters.kw_defaults
-
-    return [f.name for f in functions if not f.name.startswith("_") and not needs_some(f.args)]
 
 
 def _spec(module: str) -> Any:
