@@ -1,9 +1,8 @@
-"""A primitive of a user's own that lowers through `triton_call_lowering`."""
+"""Primitives of a user's own that lower through `triton_call_lowering`."""
 
 import functools
 
 import jax
-import jax.numpy as jnp
 import triton
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -11,21 +10,22 @@ from jax.interpreters import mlir
 import triax
 from tests import kernels
 
-sum_and_accumulate_p = Primitive("sum_and_accumulate")
-sum_and_accumulate_p.multiple_results = True
+
+def own(rule, results=lambda *avals: [*avals]):
+    """A function of arrays that binds a primitive with this lowering rule, on the CPU and for CUDA.
+
+    `results` gives the types of its results from those of its operands.
+    """
+    primitive = Primitive(rule.__name__)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs, **how: jax.jit(functools.partial(primitive.bind, **how))(*xs))
+    primitive.def_abstract_eval(lambda *avals, **_: results(*avals))
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, rule, platform=platform)
+    return primitive.bind
 
 
-@sum_and_accumulate_p.def_impl
-def _impl(x, y, **params):
-    return jax.jit(functools.partial(sum_and_accumulate_p.bind, **params))(x, y)
-
-
-@sum_and_accumulate_p.def_abstract_eval
-def _abstract_eval(x, y, **_):
-    return [jax.core.ShapedArray(x.shape, x.dtype), jax.core.ShapedArray(y.shape, y.dtype)]
-
-
-def _lowering(ctx, x, y, *, scale, grid_kind, tuning):
+def _sum_and_accumulate(ctx, x, y, *, scale, grid_kind, tuning):
     n = ctx.avals_in[0].size
     # The smallest block of the kernel's configs is 64: too many programs do nothing, too few
     # would leave elements out. The callable gets each config's own block.
@@ -46,23 +46,15 @@ def _lowering(ctx, x, y, *, scale, grid_kind, tuning):
     )
 
 
-for _platform in ("cuda", "cpu"):
-    mlir.register_lowering(sum_and_accumulate_p, _lowering, platform=_platform)
+_bind_sum_and_accumulate = own(_sum_and_accumulate)
 
 
 def sum_and_accumulate(x, y, *, scale=2.0, grid_kind="callable", tuning="off"):
     """(x + y, y + scale * x)"""
-    return sum_and_accumulate_p.bind(
-        jnp.asarray(x), jnp.asarray(y), scale=scale, grid_kind=grid_kind, tuning=tuning
-    )
+    return _bind_sum_and_accumulate(x, y, scale=scale, grid_kind=grid_kind, tuning=tuning)
 
 
-add_in_blocks_p = Primitive("add_in_blocks")
-add_in_blocks_p.multiple_results = True
-add_in_blocks_p.def_abstract_eval(lambda x, y, **_: [x])
-
-
-def _add_in_blocks_lowering(ctx, x, y, **options):
+def _add_in_blocks(ctx, x, y, **options):
     return triax.triton_call_lowering(
         ctx,
         kernels.autotuned_add_kernel,
@@ -74,21 +66,11 @@ def _add_in_blocks_lowering(ctx, x, y, **options):
     )
 
 
-mlir.register_lowering(add_in_blocks_p, _add_in_blocks_lowering, platform="cuda")
+add_in_blocks = own(_add_in_blocks, lambda x, y: [x])
+"""x + y, given a block of 512 beside the configs of 64, 256 and 1024; the grid is the block."""
 
 
-def add_in_blocks(x, y, **options):
-    """x + y, given a block of 512 beside the configs of 64, 256 and 1024; the grid is the block."""
-    return add_in_blocks_p.bind(jnp.asarray(x), jnp.asarray(y), **options)
-
-
-accumulate_p = Primitive("accumulate")
-accumulate_p.multiple_results = True
-accumulate_p.def_abstract_eval(lambda x, y, **_: [y])
-accumulate_p.def_impl(lambda x, y: jax.jit(accumulate_p.bind)(x, y))
-
-
-def _accumulate_lowering(ctx, x, y):
+def _accumulate(ctx, x, y):
     n = ctx.avals_in[0].size
     return triax.triton_call_lowering(
         ctx,
@@ -101,11 +83,10 @@ def _accumulate_lowering(ctx, x, y):
     )
 
 
-for _platform in ("cuda", "cpu"):
-    mlir.register_lowering(accumulate_p, _accumulate_lowering, platform=_platform)
+_bind_accumulate = own(_accumulate, lambda x, y: [y])
 
 
 def accumulate(x, y):
     """y + x, in place in a kernel that has one pointer for y."""
-    (total,) = accumulate_p.bind(jnp.asarray(x), jnp.asarray(y))
+    (total,) = _bind_accumulate(x, y)
     return total

@@ -6,13 +6,11 @@ import jax
 import numpy as np
 import pytest
 import triton
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 import triax
 from tests import kernels
 from tests.cases import cuda_call
-from tests.primitives import accumulate, add_in_blocks, sum_and_accumulate
+from tests.primitives import accumulate, add_in_blocks, own, sum_and_accumulate
 from triax import testing
 from triax.compat import versions
 from triax.errors import ArgumentValueError
@@ -66,11 +64,8 @@ def test_who_wins_where_caller_and_config_disagree(arrays):
 
 def test_an_aliased_result_of_another_index_than_its_operand(arrays):
     """Its own parameter points to that operand's memory, in the interpreter too."""
-    primitive = Primitive("accumulate_into_the_first")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda x, y: [x, y])
 
-    def rule(ctx, x, y):
+    def accumulate_into_the_first(ctx, x, y):
         return triax.triton_call_lowering(
             ctx,
             kernels.sum_and_accumulate_kernel,
@@ -81,9 +76,8 @@ def test_an_aliased_result_of_another_index_than_its_operand(arrays):
             constexprs={"n": 1003, "SCALE": 2.0},
         )
 
-    mlir.register_lowering(primitive, rule, platform="cpu")
     x, y = arrays
-    total, updated = jax.jit(primitive.bind)(x, y)
+    total, updated = jax.jit(own(accumulate_into_the_first))(x, y)
     testing.assert_same_bits(total, x + y)
     testing.assert_close(updated, y.astype(float) + 2.0 * x, terms=2)
 
@@ -127,11 +121,7 @@ def test_pointer_count_is_checked(arrays, aliases, inputs, message):
             constexprs={"SCALE": 1.0},
         )
 
-    primitive = Primitive("wrong_count")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *avals: list(avals))
-    mlir.register_lowering(primitive, wrong, platform="cpu")
     with pytest.raises(
         ArgumentValueError, match=rf"has 5 parameters besides `constexprs` .*{message}"
     ):
-        jax.jit(primitive.bind)(*[*arrays, arrays[0]][:inputs])
+        jax.jit(own(wrong))(*[*arrays, arrays[0]][:inputs])

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from triton.tools.tensor_descriptor import TensorDescriptor as TritonDescriptor
 
 import triax
 from tests import kernels
 from tests.cases import cuda_call as lowered
+from tests.primitives import own
 from triax import testing
 from triax.binding.launch import ArrayType, Operand, TensorMap
 from triax.compiling import compiler
@@ -165,7 +164,7 @@ def test_zeroes_a_ref():
 
 @pytest.mark.cuda_plugin
 def test_zeroes_in_a_primitive_of_ones_own():
-    def rule(ctx, x):
+    def sums_columns(ctx, x):
         configs = [triton.Config({"ROWS": 16}, pre_hook=zero_where_programs_add_up)]
         return triax.triton_call_lowering(
             ctx,
@@ -175,14 +174,10 @@ def test_zeroes_in_a_primitive_of_ones_own():
             constexprs={"rows": 48, "cols": 64, "COLS": 64},
         )
 
-    primitive = Primitive("sums_columns")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda x: [jax.core.ShapedArray(OUT.shape, OUT.dtype)])
-    for platform in ("cpu", "cuda"):
-        mlir.register_lowering(primitive, rule, platform=platform)
-    (total,) = jax.jit(primitive.bind)(X)
+    function = own(sums_columns, lambda x: [jax.core.ShapedArray(OUT.shape, OUT.dtype)])
+    (total,) = jax.jit(function)(X)
     testing.assert_close(total, X.sum(axis=0, dtype=np.float64), terms=48)
-    assert lowered(primitive.bind, X).zeroed_bytes[0] == (0, 256)
+    assert lowered(function, X).zeroed_bytes[0] == (0, 256)
 
 
 # --- block shapes ---------------------------------------------------------------------

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 import triax
 from tests.cases import VARIADIC, cuda_call
 from tests.kernels import variadic_kernel
+from tests.primitives import own
 from triax import testing
 from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
@@ -137,17 +136,14 @@ def test_helpers_where_triton_does_not_compile_them():
         call(X, kernel=calls_rest)
 
 
-def sums(primitive, **arguments):
-    """The outputs of a primitive of the user's own, which adds up its inputs."""
+def sums(**arguments):
+    """The output of a primitive of the user's own, which adds up its inputs."""
 
     def rule(ctx, *operands):
         return triax.triton_call_lowering(ctx, variadic_out_last, *operands, grid=1, **arguments)
 
-    own = Primitive(primitive)
-    own.def_abstract_eval(lambda *_: jax.core.ShapedArray(OUT.shape, OUT.dtype))
-    mlir.register_lowering(own, rule, platform="cpu")
-    mlir.register_lowering(own, rule, platform="cuda")
-    return own.bind
+    function = own(rule, lambda *_: [jax.core.ShapedArray(OUT.shape, OUT.dtype)])
+    return lambda *operands: function(*operands)[0]
 
 
 @triton.jit
@@ -162,27 +158,27 @@ def variadic_out_last(*xs, out_ptr, n):
 @needs_variadic
 @pytest.mark.parametrize("operands", [(X,), (X, Y), (X, Y, Z)])
 def test_own_primitives(operands):
-    total = sums("my_sum", constexprs={"n": 4})
+    total = sums(constexprs={"n": 4})
     testing.assert_same_bits(jax.jit(total)(*operands), np.asarray(sum(operands)))
 
 
 @needs_variadic
 @pytest.mark.cuda_plugin
 def test_own_primitives_compile():
-    call = cuda_call(sums("my_sum", constexprs={"n": 4}), X, Y, Z)
+    call = cuda_call(sums(constexprs={"n": 4}), X, Y, Z)
     assert len(call.operands) == 3
 
 
 @needs_variadic
 def test_an_alias_of_an_own_primitive():
-    total = sums("my_sum_in_place", constexprs={"n": 4}, input_output_aliases={1: 0})
+    total = sums(constexprs={"n": 4}, input_output_aliases={1: 0})
     testing.assert_same_bits(jax.jit(total)(X, Y), np.asarray(X + Y))
 
 
 @needs_variadic
 def test_an_own_primitive_without_pointers_enough():
     with pytest.raises(ArgumentValueError, match=r"3 parameters besides `constexprs` \(xs, out_p"):
-        jax.jit(sums("my_sum_without", constexprs={}))()
+        jax.jit(sums(constexprs={}))()
 
 
 @triton.jit

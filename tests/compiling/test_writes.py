@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import triax
 from tests import kernels
+from tests.primitives import own
 from triax.binding.launch import ArrayType
 from triax.compat import triton_private, versions
 from triax.compiling import compiler, writes
@@ -617,18 +616,13 @@ def test_gluon():
 
 
 def test_in_a_primitive_of_ones_own():
-    primitive = Primitive("forgets")
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda x: [x])
-
-    def rule(ctx, x):
+    def forgets(ctx, x):
         return triax.triton_call_lowering(
             ctx, forgotten_kernel, x, grid=1, constexprs={"n": 16, "BLOCK": 16}
         )
 
-    mlir.register_lowering(primitive, rule, platform="cuda")
     with pytest.raises(ReadOnlyOperand, match="'forgotten_kernel' writes to `y_ptr`"):
-        lower(primitive.bind, X)
+        lower(own(forgets), X)
 
 
 def test_every_config_that_xla_gets():
