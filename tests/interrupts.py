@@ -11,16 +11,16 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_program(program, *arguments, timeout=300, **environment):
-    """Runs Python code that may import Triax and its tests, and whose lines nothing counts."""
+    """Runs Python code that may import Triax and its tests, and whose lines nothing counts.
+
+    A variable of the `environment` that is None is unset.
+    """
     inherited = {name: it for name, it in os.environ.items() if not name.startswith("COVERAGE_")}
+    own = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+    values = {**inherited, **own, **environment}.items()
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
-        env={
-            **inherited,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-            "JAX_PLATFORMS": "cpu",
-            **environment,
-        },
+        env={name: value for name, value in values if value is not None},
         capture_output=True,
         text=True,
         timeout=timeout,

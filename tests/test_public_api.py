@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.interrupts import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -121,12 +120,7 @@ print(json.dumps({"seconds": seconds, "triton": triton, "platforms": platforms})
 
 
 def probe_import() -> dict:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_PROBE],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(IMPORT_PROBE)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

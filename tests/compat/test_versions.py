@@ -4,7 +4,6 @@ import importlib
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from tests.interrupts import run_program
 from triax.compat import jax_private, triton_private, versions
 from triax.errors import MissingDependencyError, VersionError
 
@@ -91,13 +91,7 @@ def test_old_jax_is_refused_at_import(tmp_path):
     """In one line, whatever the rest of Triax would have made of it."""
     (tmp_path / "jax-0.7.2.dist-info").mkdir()
     (tmp_path / "jax-0.7.2.dist-info" / "METADATA").write_text("Name: jax\nVersion: 0.7.2\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", "import triax"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    done = run_program("import triax", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert done.returncode == 1
     message = "Triax needs JAX 0.8.0 or later; 0.7.2 is installed. Install `jax>=0.8.0`."
     assert done.stderr.splitlines()[-1] == f"triax.errors.VersionError: {message}"
@@ -108,12 +102,7 @@ def test_newer_jax_is_imported_in_silence(tmp_path):
     (tmp_path / "jax-99.0.dist-info").mkdir()
     (tmp_path / "jax-99.0.dist-info" / "METADATA").write_text("Name: jax\nVersion: 99.0\n")
     program = "import triax; from triax.compat import versions; print(versions.installed('jax'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
+    done = run_program(program, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert (done.returncode, done.stdout, done.stderr) == (0, "99.0\n", "")
 
 

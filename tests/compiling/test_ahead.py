@@ -2,12 +2,9 @@
 
 import ast
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,6 +14,7 @@ import triton.language as tl
 
 from tests import kernels
 from tests.cases import blockwise
+from tests.interrupts import run_program
 from triax import testing
 from triax.compat import jax_private, triton_private
 from triax.compiling import ahead, compiler, threads
@@ -24,7 +22,6 @@ from triax.emitting.reading import triton_calls
 from triax.errors import CompilationError
 
 pytestmark = pytest.mark.cuda_plugin
-ROOT = Path(__file__).parents[2]
 X = np.arange(300, dtype=np.float32)
 BLOCKS = (32, 64, 128, 256)
 
@@ -302,13 +299,5 @@ def test_the_end_of_a_process_waits_for_what_has_begun_and_no_more(tmp_path):
         "print('done')\n"
         "said.set()\n"
     )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "JAX_PLATFORMS": "cpu",
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = run_program(program, timeout=60, TRITON_CACHE_DIR=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "done\ncompiled\n"), done.stderr

@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.interrupts import run_program
 from tests.tuning.records import record
 from triax import cli
 from triax.compat import triton_private, versions
@@ -258,16 +257,8 @@ def test_a_kernel_that_fails(monkeypatch, capsys):
 
 def run(program="", **changes):
     """Without a GPU, if there is one; None unsets a variable."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    environment |= {"JAX_PLATFORMS": "cpu", "PATH": "", **changes}
     program += "\nimport sys\nfrom triax import cli\nsys.exit(cli.main(['doctor']))"
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={name: value for name, value in environment.items() if value is not None},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_program(program, **{"PATH": "", **changes})
 
 
 @pytest.mark.slow("its processes take seconds")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import triton
 
+from tests.interrupts import ROOT, run_program
 from triax.devices import Device
 from triax.errors import TuningError
 from triax.tuning import measure
@@ -230,15 +231,8 @@ os._exit(os.waitstatus_to_exitcode(status))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_measures_and_ends(driver):
     driver()
-    root = Path(__file__).parents[3]
-    path = f"{os.environ['PYTHONPATH']}{os.pathsep}{root / 'src'}{os.pathsep}{root}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKING],
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 7
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "src"), str(ROOT)])
+    assert run_program(FORKING, timeout=60, PYTHONPATH=path).returncode == 7
 
 
 def test_all_bad(driver):
@@ -357,8 +351,7 @@ def test_goes_with_its_parent(driver, tmp_path):
         "print('started', flush=True)\n"
         "t.run(t.make_job(1, timeout_s=60.0))\n"
     )
-    root = Path(__file__).parents[3]
-    path = f"{os.environ['PYTHONPATH']}{os.pathsep}{root / 'src'}{os.pathsep}{root}"
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(ROOT / "src"), str(ROOT)])
     program = subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path, "TRIAX_CACHE_DIR": str(tmp_path / "cache")},
