@@ -115,7 +115,7 @@ class _Walk:
             return []
         self.is_lasting = False
         if isinstance(value, types.FunctionType):
-            held = (value.__defaults__, value.__kwdefaults__, *_closure(value))
+            held = (value.__defaults__, value.__kwdefaults__, *closed_over(value).values())
             read = {n: value.__globals__.get(n, _MISSING) for n in value.__code__.co_names}
             return [_code(value.__code__), held, *_held(read)]
         if isinstance(value, types.ModuleType):
@@ -202,10 +202,11 @@ def _contents(cells: dict[str, types.CellType], name: str, default: Any) -> Any:
         return default
 
 
-def _closure(function: types.FunctionType) -> list[Any]:
+def closed_over(function: Any) -> dict[str, Any]:
+    """What a function closes over, by name, without variables that are not assigned yet."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    values = [_contents(cells, name, _MISSING) for name in cells]
-    return [value for value in values if value is not _MISSING]
+    values = {name: _contents(cells, name, _MISSING) for name in cells}
+    return {name: value for name, value in values.items() if value is not _MISSING}
 
 
 def _dotted_names(function: types.FunctionType, source: str) -> tuple[Name, ...]:

@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.runtime import JITFunction
 
 from triax.binding.launch import rebuild
+from triax.binding.sources import closed_over
 from triax.compat import triton_interpreter as compat
 from triax.errors import CompilationError
 from triax.interpreting import aggregates, frames, inside, syntax
@@ -75,7 +76,7 @@ class Rewriter:
         namespace = {
             **inside.builtin_functions(self._semantic),
             **original.__globals__,
-            **_captured(original),
+            **closed_over(original),
         }
         all_allowed = triton.knobs.compilation.allow_non_constexpr_globals
         for name in set(_global_names(code)) & namespace.keys():
@@ -105,17 +106,6 @@ def _is_refused(name: str, value: Any) -> bool:
         is_tritons = (value.__module__ or "").startswith("triton.")
         return not is_tritons and not hasattr(value, "__triton_builtin__")
     return isinstance(value, (int, float, str, tuple)) and not name.startswith("__")
-
-
-def _captured(function: Callable[..., Any]) -> dict[str, Any]:
-    names, cells = function.__code__.co_freevars, function.__closure__ or ()
-    captured = {}
-    for name, cell in zip(names, cells, strict=True):
-        try:
-            captured[name] = cell.cell_contents
-        except ValueError:  # assigned later in the enclosing function
-            continue
-    return captured
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:
