@@ -363,12 +363,6 @@ WRONG_VALUES = {
         lambda: add(zeroed_outputs=(1,)),
         r"`zeroed_outputs` has index 1, but the call has 1 output\.",
     ),
-    "num_warps": (lambda: add(num_warps=3), r"`num_warps` must be an int, a power of two; got 3"),
-    "num_warps_bool": (lambda: add(num_warps=True), r"`num_warps`.*got True"),
-    "num_stages": (
-        lambda: add(num_stages=-1),
-        r"`num_stages` must be an int of at least 0; got -1",
-    ),
     "unknown_option": (
         lambda: add(backend_options={"max_nreg": 3}),
         r"`backend_options` has 'max_nreg', which Triton.*Did you mean `maxnreg`",
@@ -766,20 +760,6 @@ class TestNamesThatAreTheKernels:
             triax.triton_call(X, 3, name=3, kernel=kernel, out_type=OUT, grid=1)
 
 
-def test_alias_by_index_counts_scalars():
-    out = triax.triton_call(
-        X,
-        Y,
-        100,
-        BLOCK=64,
-        kernel=kernels.accumulate_kernel,
-        out_type=OUT,
-        grid=2,
-        input_output_aliases={1: 0},
-    )
-    testing.assert_same_bits(out, SUM)
-
-
 def test_zeroed_outputs_as_a_callable():
     @triton.jit
     def half_kernel(out_ptr, BLOCK: tl.constexpr):
@@ -820,48 +800,6 @@ def test_config_filter_by_keyword_and_option(caplog):
         ArgumentValueError, match=r"No config of kernel 'add_kernel' agrees.*`BLOCK`=32"
     ):
         blocks(BLOCK=32)
-
-
-def test_pruning_and_perf_model():
-    times = {64: 3.0, 256: 1.0, 1024: 2.0}
-    seen = []
-
-    def early(configs, named_args, **keywords):
-        # Triton names what was positional and hands on keywords; `n` is one or the other.
-        for arguments in (named_args, keywords):
-            assert arguments["x_ptr"].shape == (100,)
-            assert arguments["n"] == 100
-        return [c for c in configs if c.kwargs["BLOCK"] != 64]
-
-    kernel = triton.autotune(
-        configs=[triton.Config({"BLOCK": b}) for b in (64, 256, 1024)],
-        key=["n"],
-        prune_configs_by={
-            "early_config_prune": early,
-            "perf_model": lambda BLOCK, **_: times[BLOCK],
-            "top_k": 1,
-        },
-    )(kernels.add_kernel)
-
-    def grid(meta):
-        seen.append(meta["BLOCK"])
-        return (triton.cdiv(meta["n"], meta["BLOCK"]),)
-
-    triax.triton_call(X, X, n=100, kernel=kernel, out_type=OUT, grid=grid)
-    assert seen == [256]
-
-
-def test_pruning_alone():
-    """Without a model of the times: all that are left, in their order."""
-    seen = []
-    kernel = triton.autotune(
-        [triton.Config({"BLOCK": block}) for block in (64, 1024, 256)],
-        key=["n"],
-        prune_configs_by={"early_config_prune": lambda all_, *_, **__: all_[1:], "top_k": 1},
-    )(kernels.add_kernel)
-    grid = lambda meta: seen.append(meta["BLOCK"]) or (2,)
-    jax.make_jaxpr(lambda: triax.triton_call(X, X, n=100, kernel=kernel, out_type=OUT, grid=grid))()
-    assert seen == [1024, 256]
 
 
 @pytest.mark.parametrize(
@@ -959,34 +897,6 @@ def test_strides_from_shape():
     assert triax.strides_from_shape((2, 3, 4)) == (12, 4, 1)
     assert triax.strides_from_shape((5, 0, 4)) == (0, 4, 1)
     assert triax.strides_from_shape(()) == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"block_shape": (16,)}, r"must have the same length, one to five"),
-        ({"block_shape": 16}, r"`block_shape`.*a tuple of Python ints.*; got 16 of type int"),
-        ({"block_shape": (16, 8.0)}, r"`block_shape`.*ints, each at least 1; got \(16, 8\.0\)"),
-        ({"block_shape": (16, -8)}, r"`block_shape`.*at least 1; got \(16, -8\)"),
-        ({"block_shape": (16, X)}, r"`block_shape`.*; got \(16, float32\[100\]\) of type tuple"),
-        ({"block_shape": (16, 16), "array": [[1.0]]}, r"`array`.*got \[\[1.0\]\] of type list"),
-        ({"block_shape": (16, 16), "padding": "one"}, r"`padding`.*'zero' or 'nan'; got 'one'"),
-        (
-            {"block_shape": (16, 16), "round_f32_to_tf32": True},
-            r"needs a float32 array; got bfloat16",
-        ),
-    ],
-)
-def test_descriptor_mistakes(arguments, message):
-    with pytest.raises(TriaxError, match=message):
-        triax.TensorDescriptor.from_array(
-            **{"array": jnp.zeros((32, 32), jnp.bfloat16), **arguments}
-        )
-
-
-def test_descriptor_rows_must_be_aligned():
-    with pytest.raises(ArgumentValueError, match=r"multiples of 16 bytes.*Pad the rows"):
-        triax.TensorDescriptor.from_array(jnp.zeros((32, 33), jnp.bfloat16), (16, 16))
 
 
 def test_type_errors_are_type_errors():

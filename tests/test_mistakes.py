@@ -25,7 +25,7 @@ from tests import kernels
 from tests.moe import flat
 from tests.primitives import own
 from triax import cli, moe, testing
-from triax.errors import ArgumentTypeError, ArgumentValueError, OutOfBounds
+from triax.errors import ArgumentTypeError, ArgumentValueError
 
 # --- right calls, of which a mistake changes something ----------------------------------------
 
@@ -73,10 +73,6 @@ def with_constexpr_of_the_rule(ctx, x, y):
     return triax.triton_call_lowering(ctx, kernels.add_kernel, x, y, grid=2, constexprs=constexprs)
 
 
-def asks_for(name):
-    return triton.heuristics({"BLOCK": lambda args: args[name]})(kernels.add_kernel)
-
-
 def layer(**changes):
     given = {"x": x, "logits": logits, "w_gate_up": w_gate_up, "w_down": w_down, "top_k": TOP_K}
     return flat.layer(**given | changes)
@@ -99,13 +95,6 @@ def eight_bits():
 def on_two_devices(function, *arrays):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(function, mesh=mesh, in_specs=P("d"), out_specs=P("d"))(*arrays)
-
-
-def dispatch(num_experts=EXPERTS, axis_name="d", **changes):
-    def send(x, weights, experts):
-        return moe.dispatch(x, weights, experts, num_experts, axis_name, **changes).rows
-
-    return on_two_devices(send, x, weights, experts)
 
 
 def norm(x, weight):
@@ -151,24 +140,6 @@ MISTAKES = [
         r"`out_type\[0\]` must have `shape` and `dtype`; got 100 .*jax.ShapeDtypeStruct",
     ),
     Mistake(
-        "an output as a dtype",
-        lambda: add(out_type=jnp.float32),
-        of_type,
-        r"`out_type` must have `shape` and `dtype`; got .*float32.*jax.ShapeDtypeStruct",
-    ),
-    Mistake(
-        "an output of a size that torch would infer",
-        lambda: add(out_type=jax.ShapeDtypeStruct((-1,), jnp.float32)),
-        of_type,
-        r"`out_type` must have a shape of non-negative ints; got \(-1,\)",
-    ),
-    Mistake(
-        "an output that is too small",
-        lambda: add(out_type=jax.ShapeDtypeStruct((50,), jnp.float32)),
-        OutOfBounds,
-        r"store to `out_ptr` at element 50, outside its 50 elements.*Mask the access",
-    ),
-    Mistake(
         "the kernel as an operand",
         lambda: add(kernels.add_kernel, X),
         of_type,
@@ -205,19 +176,6 @@ MISTAKES = [
         r"needs a value for its constexpr `BLOCK`.*sets `BLOK`.*Did you mean `BLOCK`",
     ),
     Mistake(
-        "a block that no config has",
-        lambda: tuned("BLOCK")(BLOCK=256),
-        of_value,
-        r"No config of kernel 'add_kernel' agrees .*`BLOCK`=256.*BLOCK: 64.*Leave the argument out",
-    ),
-    Mistake(
-        "a heuristic of an argument that is not there",
-        lambda: triax.triton_call(X, X, n=100, kernel=asks_for("m"), out_type=OUT, grid=2),
-        KeyError,
-        r"^The heuristic for `BLOCK` of kernel 'add_kernel' reads `m`, which the call does not "
-        r"have\. It may read n, out_ptr, x_ptr, y_ptr\.$",
-    ),
-    Mistake(
         "arrays to tune on",
         lambda: add(tuning_inputs=[X, X]),
         of_type,
@@ -237,64 +195,10 @@ MISTAKES = [
         r"`x_ptr` has values that int32 cannot hold.*disabled int64.*jax_enable_x64",
     ),
     Mistake(
-        "a grid that was rounded up",
-        lambda: add(grid=np.ceil(100 / 64)),
-        of_type,
-        r"`grid` must be an int.*value=np\.float64\(2\.0\).*triton\.cdiv",
-    ),
-    Mistake(
-        "a grid from an array's values",
-        lambda: jax.jit(lambda x: add(x, x, grid=x.max()))(X),
-        of_type,
-        r"`grid` must be an int.*value=float32\[\].*from shapes or static arguments",
-    ),
-    Mistake(
-        "an alias by the output's name",
-        lambda: add(input_output_aliases={"x_ptr": "out_ptr"}),
-        of_type,
-        r"`input_output_aliases` must map to the index of an output; got 'out_ptr' .*'x_ptr'",
-    ),
-    Mistake(
-        "an output to be zeroed, by name",
-        lambda: add(zeroed_outputs=("out_ptr",)),
-        of_type,
-        r"`zeroed_outputs` must be a sequence of output indices.*got \('out_ptr',\)",
-    ),
-    Mistake(
-        "a grid that is a quotient",
-        lambda: add(grid=100 / 64),
-        of_type,
-        r"`grid` must be an int.*value=1\.5625\. Divide ints with // or triton\.cdiv",
-    ),
-    Mistake(
-        "a grid of four axes",
-        lambda: add(grid=(2, 1, 1, 1)),
-        of_value,
-        r"`grid` must have one to three dimensions; got 4: \(2, 1, 1, 1\)",
-    ),
-    Mistake(
         "a meta-parameter as an attribute",
         lambda: add(grid=lambda meta: triton.cdiv(100, meta.BLOCK)),
         AttributeError,
         r"in a dictionary: write `meta\['BLOCK'\]`",
-    ),
-    Mistake(
-        "a grid of no argument",
-        lambda: add(grid=lambda: 2),
-        of_type,
-        r"`grid` .* is called with one dictionary.*`lambda meta: …`; got .*too many positional",
-    ),
-    Mistake(
-        "the kernel with its grid",
-        lambda: add(kernel=kernels.add_kernel[(2,)]),
-        of_type,
-        r"`kernel` must be a function decorated.*Pass the kernel without \[grid\]",
-    ),
-    Mistake(
-        "warps as a string",
-        lambda: add(num_warps="4"),
-        of_value,
-        r"`num_warps` must be an int, a power of two; got '4' of type str",
     ),
     Mistake(
         "threads in place of warps",
@@ -310,34 +214,10 @@ MISTAKES = [
         r"num_ctas: 1, num_stages: \d\. Leave the argument out",
     ),
     Mistake(
-        "a scalar as an array",
-        lambda: add(n=jnp.int32(100)),
-        Exception,  # Triton's, of a class that it does not export
-        r"gets a pointer for `n`, as for every array\. If it needs the number, pass a Python int",
-    ),
-    Mistake(
         "an array as a scalar",
         lambda: triax.triton_call(3, kernel=kernels.scalar_array_kernel, out_type=X, grid=1),
         Exception,
         r"gets a number for `x_ptr`\. If it reads it with tl\.load, pass an array, such as",
-    ),
-    Mistake(
-        "a block that is traced",
-        lambda: jax.jit(lambda block: add(BLOCK=block))(64),
-        of_type,
-        r"`BLOCK` must be known when the function is traced.*got traced int32\[\].*static_argnames",
-    ),
-    Mistake(
-        "an alias the wrong way round",
-        lambda: add(input_output_aliases={"out_ptr": "x_ptr"}),
-        of_value,
-        r"`input_output_aliases` names operand 'out_ptr', which was not given",
-    ),
-    Mistake(
-        "a capability as nvcc writes it",
-        lambda: add(compute_capability="sm_90"),
-        of_value,
-        r"`compute_capability` must be an int such as 90 \(for 9\.0\); got 'sm_90' of type str",
     ),
     # Inside a lowering rule
     Mistake(
@@ -363,14 +243,6 @@ MISTAKES = [
         ),
         of_type,
         r"`operands` must be the MLIR values that the lowering rule gets, all 2 of them; got",
-    ),
-    Mistake(
-        "a scalar that is left out",
-        lambda: lowered(constexprs={"BLOCK": 64}),
-        of_value,
-        r"has 4 parameters besides `constexprs` \(x_ptr, y_ptr, out_ptr, n\), and the primitive "
-        r"has 2 inputs and 1 output\. Each input and output takes one parameter; scalars go to "
-        r"`constexprs`",
     ),
     Mistake(
         "constexprs as pairs",
@@ -433,12 +305,6 @@ MISTAKES = [
         of_type,
         r"`shape` must be a tuple of non-negative ints; got \(2\.0, -3\)",
     ),
-    Mistake(
-        "one size for a block of two dimensions",
-        lambda: triax.TensorDescriptor.from_array(x, 8),
-        of_type,
-        r"`block_shape` of TensorDescriptor must be a tuple of Python ints.*got 8",
-    ),
     # The layer
     Mistake(
         "logits of another number of experts",
@@ -465,12 +331,6 @@ MISTAKES = [
         r"`experts` must be moe\.Experts, .*got float32\[4,8,32\].*`moe\.Experts\(w_gate_up",
     ),
     Mistake(
-        "a number in place of a router",
-        lambda: moe.route(logits, 2),
-        of_type,
-        r"`router` must be a moe\.Router, .*got 2 of type int\. Make one: `moe\.Router\(2\)`",
-    ),
-    Mistake(
         "no router",
         lambda: layer(top_k=None),
         of_type,
@@ -493,12 +353,6 @@ MISTAKES = [
         lambda: layer(logits=(weights, experts), top_k=None),
         of_type,
         r"`logits_or_routing` must be an array of logits, or a Routing.*`moe\.Routing\(w",
-    ),
-    Mistake(
-        "a capacity factor",
-        lambda: layer(capacity=1.25),
-        of_type,
-        r"`capacity` must be a Python int.*got 1\.25 of type float",
     ),
     Mistake(
         "columns that are not interleaved",
@@ -586,18 +440,6 @@ MISTAKES = [
         r"Arguments for logits, `router`, are given with a Routing\. Pass them to `route`",
     ),
     Mistake(
-        "a recipe by a dtype's name",
-        lambda: layer(recipe="fp8"),
-        of_type,
-        r"`recipe` must be 'rows', 'blocks', a moe\.Recipe or None; got 'fp8'",
-    ),
-    Mistake(
-        "a bias of all experts",
-        lambda: layer(b_down=jnp.ones(HIDDEN)),
-        of_value,
-        r"`b_down` must have shape \(4, 8\) to go with `w_down`; got \(8,\)\.$",
-    ),
-    Mistake(
         "a traced number of choices",
         lambda: jax.jit(lambda top_k: layer(top_k=top_k))(2),
         of_type,
@@ -636,12 +478,6 @@ MISTAKES = [
         r"`rows` must be an array.*got Permuted.*Use its `rows`",
     ),
     Mistake(
-        "experts in place of a plan",
-        lambda: moe.permute(x, experts),
-        of_type,
-        r"`plan` must be a Plan, from `make_plan`; got int32\[6,2\]",
-    ),
-    Mistake(
         "counts of another kind",
         lambda: moe.load_balancing_loss(logits, experts),
         of_value,
@@ -658,12 +494,6 @@ MISTAKES = [
         lambda: dot(transpose_weights="torch"),
         of_type,
         r"`transpose_weights` must be a bool; got 'torch'",
-    ),
-    Mistake(
-        "rows of 8 bits, weights of 32",
-        lambda: dot(rows=eight_bits()),
-        of_type,
-        r"`rows` and `weights` must both be.*got float8_e4m3fn and float32.*`dequantize\(dtype\)`",
     ),
     Mistake(
         "rows of 8 bits, where there are none",
@@ -684,42 +514,10 @@ MISTAKES = [
         r"`transposed` must be a bool; got 'no'",
     ),
     Mistake(
-        "an axis that the mesh lacks",
-        lambda: dispatch(axis_name="data"),
-        of_value,
-        r"`axis_name` must name a mesh axis .*`dispatch`.*got 'data'",
-    ),
-    Mistake(
-        "experts that devices cannot share",
-        lambda: dispatch(num_experts=5),
-        of_value,
-        r"`num_experts` must be a multiple of the 2 devices of axis 'd'; got 5",
-    ),
-    Mistake(
-        "a mask in place of experts",
-        lambda: moe.make_plan(jnp.ones((TOKENS, EXPERTS), bool), EXPERTS),
-        of_type,
-        r"`selected_experts` must have an integer dtype; got bool.*goes to `make_plan_from_mask`",
-    ),
-    Mistake(
-        "weights and experts in the other order",
-        lambda: on_two_devices(
-            lambda *args: moe.dispatch(*args, EXPERTS, "d").rows, x, experts, weights
-        ),
-        of_type,
-        r"`experts` must have an integer dtype; got float32",
-    ),
-    Mistake(
         "the layer's result for its counts",
         lambda: moe.load_balancing_loss(logits, jax.eval_shape(layer)),
         of_type,
         r"`group_counts` must be an array.*got FeedForward.*Use its `group_counts`",
-    ),
-    Mistake(
-        "8 bits by two letters",
-        lambda: moe.quantize(x, "fp8", block=(1, None)),
-        of_value,
-        r"`dtype` must be float8_e4m3fn, .*got 'fp8'",
     ),
     # Around a program
     Mistake(
@@ -727,18 +525,6 @@ MISTAKES = [
         lambda: triax.sharded(norm, "t h, h -> t h, h", cut="t", reduce="t"),
         of_value,
         r"`reduce` has 't', and so has `cut`.*are sharded too.*leave the name out of `cut`",
-    ),
-    Mistake(
-        "an axis of the mesh",
-        lambda: triax.sharded(norm, "t h, h -> t h", cut="data"),
-        of_value,
-        r"`cut` must have names of arguments in `rule`.*got 'data'\. Known: h, t",
-    ),
-    Mistake(
-        "a partition as a rule",
-        lambda: triax.sharded(norm, P("t"), cut="t"),
-        of_type,
-        r"`rule` must be a string such as 't h, h -> t h'; got P",
     ),
     Mistake(
         "a rule as einsum has it",
@@ -755,18 +541,6 @@ MISTAKES = [
         r"incompatible shapes.*The function must take sizes from its arguments",
     ),
     Mistake(
-        "an array by keyword",
-        lambda: triax.sharded(norm, "t h, h -> t h", cut="t")(x, weight=x[0]),
-        of_type,
-        r"argument `weight` is an array, so it must be passed by position",
-    ),
-    Mistake(
-        "an axis too many in a rule",
-        lambda: triax.sharded(norm, "b t h, h -> b t h", cut="b")(x, x[0]),
-        of_value,
-        r"`rule` names 3 dimensions of argument 0, 'b t h'; got float32\[6,8\]",
-    ),
-    Mistake(
         "tuning in a function that is traced",
         lambda: in_jit(lambda x: triax.tune(add, x, x)),
         of_type,
@@ -780,41 +554,10 @@ MISTAKES = [
         r"`tune` runs a function on arrays with values; got traced float32\[100\]",
     ),
     Mistake(
-        "a mode that is none, not entered",
-        lambda: triax.tuning_mode("Strict"),
-        of_value,
-        r"`mode` must be one of 'auto', .*; got 'Strict'",
-    ),
-    Mistake(
-        "functions in a list",
-        lambda: triax.benchmark(jnp.sin, X, against=[jnp.cos]),
-        of_type,
-        r"`against` must be a function, or a dictionary of functions by their names; got \[",
-    ),
-    Mistake(
         "functions by number",
         lambda: triax.benchmark(jnp.sin, X, against={1: jnp.sin}),
         of_type,
         r"`against` must be .*by their names; got 1 of type int for a name",
-    ),
-    Mistake(
-        "a result in place of a function",
-        lambda: triax.benchmark(jnp.sin(X), X),
-        of_type,
-        r"`function` must be a function; got float32\[100\]",
-    ),
-    Mistake(
-        "another result",
-        lambda: triax.benchmark(jnp.sin, X, against=lambda x: x[:3]),
-        of_value,
-        r"`against`: 'against' and 'sin' do not compute the same: the results have shapes "
-        r"\[\(3,\)\] and \[\(100,\)\]\. If that is right, pass `compare=False`",
-    ),
-    Mistake(
-        "a tolerance as a string",
-        lambda: triax.benchmark(jnp.sin, X, tolerance="1e-3"),
-        of_type,
-        r"`tolerance` must be a number of at least 0.*got '1e-3'",
     ),
     Mistake(
         "one word for a bool",
@@ -871,28 +614,10 @@ MISTAKES = [
         r"`num_bytes` must be an int of at least 0; got '1GB'",
     ),
     Mistake(
-        "a file that is not there",
-        lambda: command("explain", "nofile.py:main"),
-        SystemExit,
-        r"1: triax: `triax explain` needs FILE:FUNCTION.*got 'nofile.py:main'.*no file 'nofile.py'",
-    ),
-    Mistake(
         "configs into a file",
         lambda: command("tune", "nofile.py:main", "--into", __file__),
         SystemExit,
         r"1: triax: `--into` must be a folder; .*test_mistakes.py is a file",
-    ),
-    Mistake(
-        "a file without a function",
-        lambda: command("explain", __file__),
-        SystemExit,
-        r"1: triax: `triax explain` needs FILE:FUNCTION .*names no function",
-    ),
-    Mistake(
-        "a config that is not there",
-        lambda: command("cache", "show", "nope"),
-        SystemExit,
-        r"1: triax: no tuned config named 'nope'; `triax cache list` shows",
     ),
 ]
 

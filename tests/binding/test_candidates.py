@@ -9,8 +9,7 @@ import triax
 from tests import kernels
 from triax.binding import candidates
 from triax.binding.kernel import Kernel, Parameter
-from triax.binding.launch import ArrayType
-from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from triax.errors import ArgumentTypeError
 
 X = np.zeros(100, np.float32)
 
@@ -72,32 +71,6 @@ def test_an_output_that_only_measuring_fills_is_logged(caplog, option, call, log
         "the output, pass `zeroed_outputs=(0,)`, or alias an operand with the initial values to it."
     )
     assert caplog.messages == [text] * logged
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"num_warps": 0}, ArgumentValueError, "`num_warps` must be an int, a power of two; got 0"),
-        ({"num_stages": np.ones(2)}, ArgumentTypeError, "`num_stages` must be known when"),
-    ],
-)
-def test_options_that_are_refused(options, error, match):
-    with pytest.raises(error, match=match):
-        candidates.check_options(options)
-
-
-def test_an_output_has_one_operand():
-    array = ArrayType((4,), np.dtype(np.float32))
-    with pytest.raises(ArgumentValueError, match="gives output 0 to two operands, `x` and `y`"):
-        candidates.check_aliases({0: 0, 1: 0}, [array] * 2, [array], ["x", "y"])
-
-
-@pytest.mark.parametrize("name", ["launch_cooperative_grid", "launch_pdl"])
-def test_options_of_tritons_launcher(name):
-    candidates._refuse_launch_options("kernel", {name: False})
-    candidates._refuse_launch_options("kernel", {name: None})
-    with pytest.raises(UnsupportedError, match=f"has the option `{name}`=True"):
-        candidates._refuse_launch_options("kernel", {name: True})
 
 
 def test_a_config_sets_what_nothing_reads():

@@ -45,6 +45,8 @@ def test_of_a_whole_array():
         ({"shape": (8, -1)}, ArgumentTypeError, "`shape` .* each at least 0"),
         ({"strides": (16.0, 1)}, ArgumentTypeError, "`strides` .* each at least 0"),
         ({"block_shape": (0, 16)}, ArgumentTypeError, "`block_shape` .* each at least 1"),
+        ({"block_shape": 16}, ArgumentTypeError, "`block_shape` .*; got 16 of type int"),
+        ({"block_shape": (16, X)}, ArgumentTypeError, r"; got \(16, float32\[8,16\]\) of type tup"),
         ({"block_shape": (16,)}, ArgumentValueError, "the same length, one to five"),
         (
             {"shape": (), "strides": (), "block_shape": ()},

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from triax.binding.grid import normalize
-from triax.errors import ArgumentValueError
 
 LARGEST = (2**31 - 1, 65535, 65535)
 
@@ -19,11 +17,3 @@ def test_numbers_of_numpy():
     found = normalize([np.int64(4), np.int32(2), 1], {})
     assert found == (4, 2, 1)
     assert [type(size) for size in found] == [int] * 3
-
-
-@pytest.mark.parametrize("axis", range(3))
-def test_one_more_is_refused(axis):
-    sizes = [1, 1, 1]
-    sizes[axis] = LARGEST[axis] + 1
-    with pytest.raises(ArgumentValueError, match=f"CUDA allows {LARGEST[axis]}"):
-        normalize(sizes)

@@ -23,13 +23,6 @@ def test_heuristics_do_not_tune():
     assert view.autotuner is None
 
 
-@pytest.mark.parametrize(("what", "told"), [(print, True), (3, False)])
-def test_only_a_function_can_be_decorated(what, told):
-    with pytest.raises(ArgumentTypeError, match="`kernel` must be a function") as error:
-        Kernel.of(what)
-    assert ("Decorate it with @triton.jit." in str(error.value)) == told
-
-
 def test_views_are_not_kept_without_end(monkeypatch):
     views = {}
     monkeypatch.setattr(kernel, "_views", views)

@@ -30,7 +30,9 @@ def test_shared_threads_run_together_and_alone_means_alone():
 
     def exclude():
         alone.append(not inside)
+        inside.append(1)
         time.sleep(0.01)
+        inside.pop()
         alone.append(not inside)
 
     shared = threading.Thread, lambda: lock.shared(share)

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from triax.binding.launch import Result
 from triax.errors import UnsupportedError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+FLOAT8 = [(tl.float8e4nv, E4M3), (tl.float8e5, E5M2)]
 FLOATS = [np.float32, np.float64, np.float16, BFLOAT16]
 INTEGERS = {
     np.dtype(f"{u}int{n}"): getattr(tl, f"{u}int{n}") for n in (8, 16, 32, 64) for u in ("", "u")
@@ -97,6 +100,36 @@ def test_conversions_to_bfloat16_round_once(interpret, x):
     got = converted(interpret, x, tl.bfloat16, BFLOAT16)
     np.testing.assert_array_equal(got.astype(np.float64), expected)
     assert (x.astype(np.float32).astype(BFLOAT16) != got).any()  # by way of float32, another result
+
+
+@given(values=st.lists(st.floats(width=32), min_size=1, max_size=16))
+@settings(max_examples=100)
+def test_any_float_to_bfloat16(interpret, values):
+    x = np.array(values, np.float32)
+    got = converted(interpret, x, tl.bfloat16, BFLOAT16)
+    with np.errstate(over="ignore"):
+        expected = x.astype(BFLOAT16)
+    np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize(("target", "dtype"), FLOAT8)
+@pytest.mark.parametrize("source", [np.float32, np.float16, BFLOAT16], ids=str)
+def test_conversion_to_float8_rounds_and_saturates(interpret, rng, target, dtype, source):
+    x = np.concatenate([rng.normal(size=290), [0, -0.0, 1e9, -1e9, np.inf, -np.inf, np.nan, 1e-3]])
+    with np.errstate(over="ignore"):
+        x = x.astype(source)
+    got = converted(interpret, x, target, dtype)
+    limit = float(ml_dtypes.finfo(dtype).max)
+    expected = np.clip(x.astype(np.float32), -limit, limit).astype(dtype)
+    np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("source", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(("target", "dtype"), [(tl.float32, np.float32), (tl.bfloat16, BFLOAT16)])
+def test_conversion_from_float8_is_exact(interpret, source, target, dtype):
+    x = np.arange(256, dtype=np.uint8).view(source)
+    got = converted(interpret, x, target, dtype)
+    np.testing.assert_array_equal(got.astype(np.float32), x.astype(np.float32))
 
 
 @pytest.mark.parametrize(

@@ -214,49 +214,6 @@ def test_tracebacks_point_into_the_kernel(interpret):
     assert lines == {fail.fn.__code__.co_firstlineno + 3}
 
 
-def test_threads_take_turns(launch_of):
-    """Interpreting threads keep their own grid index and memory, and never meet a compiler."""
-    wrong, intruders = [], []
-    stop = threading.Event()
-    original = tl.load
-    entered = threading.Barrier(4)
-
-    def interpreting(value):
-        launch, operands = launch_of(
-            fill,
-            {"o_ptr": Result(0), "value": value},
-            [((8, 16), np.int32)],
-            grid=(8, 1, 1),
-            BLOCK=16,
-        )
-        entered.wait()
-        for _ in range(10):
-            (out,) = run(launch, operands)
-            if not (out == value + 1000).all():
-                wrong.append(out)
-
-    def look():
-        if tl.load is not original:
-            intruders.append(tl.load)
-
-    def sharing():
-        entered.wait()
-        while not stop.is_set():
-            TRITON.shared(look)
-
-    compiler = threading.Thread(target=sharing)
-    workers = [threading.Thread(target=interpreting, args=(value,)) for value in range(3)]
-    for thread in (compiler, *workers):
-        thread.start()
-    for thread in workers:
-        thread.join(60)
-    stop.set()
-    compiler.join(60)
-    assert not any(thread.is_alive() for thread in (compiler, *workers))
-    assert wrong == []
-    assert intruders == []
-
-
 def test_a_kernel_is_interpreted_alone(launch_of):
     launch, operands = launch_of(
         fill, {"o_ptr": Result(0), "value": 1}, [((16,), np.int32)], BLOCK=16

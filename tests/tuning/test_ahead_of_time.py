@@ -383,36 +383,14 @@ def test_a_user_without_a_home_tunes_and_keeps_nothing(measurer, monkeypatch, ca
     assert "set TRIAX_CACHE_DIR" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "Expecting value"),
-        ("{", "Expecting property name"),
-        ("[1, 2]", "it must be an object; got list"),
-        ('{"key": {"format": 0}}', "format 0 is not 3"),
-        ("null", "it must be an object; got NoneType"),
-    ],
-)
-def test_unusable_files_are_misses(measurer, caplog, text, reason):
+def test_unusable_files_are_misses(measurer, caplog):
     explain()
     (path,) = store.user_store().paths()
-    path.write_text(text)
+    path.write_text("{")
     policy.forget()
     assert explain().source == "measured now"
-    assert "is not usable and is ignored" in caplog.text
-    assert reason in caplog.text
+    assert "is not usable and is ignored: Expecting property name" in caplog.text
     assert len(measurer.jobs) == 2
-
-
-def test_a_file_about_another_key_is_a_miss(measurer, caplog):
-    explain()
-    (path,) = store.user_store().paths()
-    data = json.loads(path.read_text())
-    data["key"]["gpu"] = "Another GPU"
-    path.write_text(json.dumps(data))
-    policy.forget()
-    assert explain().source == "measured now"
-    assert "is for another key" in caplog.text
 
 
 def test_records_are_readable(measurer):

@@ -140,24 +140,6 @@ def test_links_do_not_lead_out_of_a_package(install, tmp_path, caplog, capsys):
 
 
 @pytest.mark.cuda_plugin
-def test_a_shipped_config_is_chosen(install, measurer):
-    """Without measuring, on another machine: another store, another process."""
-    add = lambda x: blockwise(kernels.autotuned_add_kernel, x, x)
-    x = np.zeros(1003, np.float32)
-    measurer.times = lambda label: 0.5 if "BLOCK=256" in label else 1.0
-    folder = install()
-    with triax.record() as records:
-        triax.explain(add, x)
-    records.save(folder)
-    store.user_store().path(next(iter(records)).key).unlink()
-    policy.forget()
-    with triax.tuning_mode("strict"):
-        (call,) = triax.explain(add, x)
-    assert (call.source, call.grid) == ("package norms", ((4, 1, 1),))
-    assert len(measurer.jobs) == 1
-
-
-@pytest.mark.cuda_plugin
 @pytest.mark.parametrize("place", ["package norms", "store", "user store"])
 def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, caplog, place):
     """They are used where nothing is measured, else measured anew; every message says why."""

@@ -1,7 +1,6 @@
 """Which config is used, by mode and by version."""
 
 import logging
-import types
 
 import numpy as np
 import pytest
@@ -9,17 +8,11 @@ import pytest
 import triax
 from tests.cases import CASES, cuda_call
 from triax.compat import versions
-from triax.errors import TuningError, VersionError
+from triax.errors import VersionError
 from triax.tuning import policy
 
 pytestmark = pytest.mark.cuda_plugin
 CASE = next(case for case in CASES if case.name == "autotuned_accumulate")
-
-
-@pytest.fixture(autouse=True)
-def fresh_process():
-    policy._warn.cache_clear()
-    policy.forget()
 
 
 def lower(mode):
@@ -71,13 +64,6 @@ def test_the_claim_on_a_config_is_withdrawn_whatever_ends_the_search(problem, mo
     assert name.startswith("accumulate_kernel-")
 
 
-def test_strict_is_an_error():
-    with pytest.raises(TuningError) as caught:
-        lower("strict")
-    assert "'accumulate_kernel' has 3 configs, but no tuned one is known" in str(caught.value)
-    assert "`triax tune FILE:FUNCTION`" in str(caught.value)
-
-
 # Below and above the floor, with any version installed: the target of a run-time autotuned call is
 # the legacy one, and its argument lists are those of the installed jaxlib.
 @pytest.mark.parametrize("version", ["0.9.2", "0.9.2.dev20260316", "0.9.0", "0.8.3"])
@@ -126,11 +112,3 @@ def test_never_on_the_new_target(monkeypatch):
         UnsupportedError, match="tuning mode 'runtime' needs the custom-call target"
     ):
         lower("runtime")
-
-
-def test_what_is_told_where_the_gpu_is_not_here():
-    elsewhere = types.SimpleNamespace(measurable=False, name="a")
-    assert policy._about_gpu(None) == " If that GPU is not here, set TRIAX_GPU to its name."
-    assert policy._about_gpu(elsewhere) == " The GPU is 'a'."
-    for device in (None, elsewhere):
-        assert "not lowered to run on a GPU" in policy._unavailable(device)

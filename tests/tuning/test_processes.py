@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tuning.programs import one_kernel
 from triax.tuning.store import Record, Store
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +47,8 @@ def free_address():
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def run_job(count, seed, tmp_path, *, dies=-1, shared=()):
-    """The configs each process chose. Processes in `shared` start with the first one's store."""
+def run_job(count, seed, tmp_path, *, dies=-1):
+    """The configs each process chose."""
     address = free_address()
     processes = [
         start(
@@ -61,7 +60,6 @@ def run_job(count, seed, tmp_path, *, dies=-1, shared=()):
             dies,
             TRIAX_CUDA_ARCH="90",
             TRIAX_CACHE_DIR=str(tmp_path / f"store-{index}"),
-            TRIAX_CACHE_PATH=str(tmp_path / "before") if index in shared else "",
         )
         for index in range(count)
     ]
@@ -79,16 +77,6 @@ def test_a_job_agrees_on_every_config(tmp_path):
     results = run_job(3, 3, tmp_path)
     assert len(results) == 3
     assert len(results[0]) == 6
-    assert all(result == results[0] for result in results)
-
-
-@pytest.mark.cuda_plugin
-@pytest.mark.slow("others agree through the same service")
-def test_different_stores_to_begin_with(tmp_path):
-    """One process knows configs of another day; the job still uses one for each key."""
-    run_job(1, 7, tmp_path)
-    (tmp_path / "store-0").rename(tmp_path / "before")
-    results = run_job(2, 8, tmp_path, shared=(1,))
     assert all(result == results[0] for result in results)
 
 
@@ -120,19 +108,6 @@ def test_processes_that_can_all_measure_do_it_once(tmp_path, driver):
     results = run_kernel(tmp_path, (0, 0), [with_driver(tmp_path)] * 2)
     assert sorted(r["source"] for r in results) == ["another process of this job", "measured now"]
     assert {r["grid"] for r in results} == {4}
-
-
-@pytest.mark.slow("others agree through the same service")
-@pytest.mark.cuda_plugin
-def test_cached_with_stores_that_differ(tmp_path, measurer, monkeypatch):
-    """What one process knows, all use, although one that knows nothing comes first."""
-    monkeypatch.setenv("TRIAX_CACHE_DIR", str(tmp_path / "store-0"))
-    measurer.times = lambda label: 3.0 if "BLOCK=256" in label else 30.0
-    one_kernel.explain()
-    cached = {"TRIAX_AUTOTUNE": "cached"}
-    results = run_kernel(tmp_path, (2, 0), [cached, cached])
-    assert [r["source"] for r in results] == ["user store", "another process of this job"]
-    assert [r["grid"] for r in results] == [4, 4]
 
 
 def with_driver(tmp_path):

@@ -13,13 +13,12 @@ from tests import kernels
 from tests.cases import blockwise
 from tests.tuning.conftest import DEVICE
 from triax.compiling import compiler
-from triax.errors import ArgumentTypeError, CompilationError
+from triax.errors import ArgumentTypeError
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
 
 pytestmark = pytest.mark.cuda_plugin
 
-X = np.arange(1003, dtype=np.float32)
 GRIDS = (16, 4, 1)  # of the three configs
 
 
@@ -43,32 +42,6 @@ def test_the_fastest_wins(gpu, best):
     assert call.source == "measured now"
     assert call.grid == ((best, 1, 1),)
     assert 2 <= min(t.median_ms for t in call.timings) < 6
-
-
-@pytest.mark.sampled(1, 2)
-@pytest.mark.parametrize(
-    "says",
-    [
-        {"fault": {"16": "ILLEGAL_ADDRESS"}},
-        {"die": [16]},
-        {"refused": {"16": "LAUNCH_OUT_OF_RESOURCES"}},
-    ],
-)
-def test_one_bad_config(gpu, says):
-    gpu(**says)
-    call = explain()
-    assert call.source == "measured now"
-    assert call.grid != ((16, 1, 1),)
-    assert [t.error is None for t in call.timings] == [False, True, True]
-    ((_, record),) = store.user_store().records()
-    assert record.timings == call.timings
-
-
-def test_all_fault(gpu):
-    gpu(fault={str(grid): "ILLEGAL_ADDRESS" for grid in GRIDS})
-    with pytest.raises(CompilationError, match="None of the 3 configs") as caught:
-        explain()
-    assert str(caught.value).count("CUDA_ERROR_ILLEGAL_ADDRESS") == 3
 
 
 @pytest.mark.slow("its processes take seconds")
@@ -150,13 +123,6 @@ def test_what_was_not_tried_goes_before_what_never_ended(gpu, monkeypatch):
     gpu(hang=[16, 4])
     call = explain()
     assert (call.source, call.grid) == ("first config (mode auto)", ((1, 1, 1),))
-
-
-def test_tuning_inputs_reach_the_worker_where_no_file_system_holds_them(gpu, monkeypatch):
-    gpu()
-    monkeypatch.setenv("TMPDIR", "/nonexistent")
-    call = explain(tuning_inputs=zeros)
-    assert call.source == "measured now"
 
 
 @pytest.mark.sampled(2)
