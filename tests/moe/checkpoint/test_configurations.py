@@ -605,7 +605,9 @@ def test_targets_that_are_damaged():
 LIES = None, 0, 1.5, True, "x", [], [None], {}, {"weights": 3}, {"x": None}, [[1]]
 
 
-@pytest.mark.parametrize("name", ["plain", "gptq", "awq", "packed", "blocks", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["plain", "gptq", "awq", "packed", "blocks", "mxfp4", "quark", "mxfp8", "gpt_oss"]
+)
 def test_configurations_that_lie_in_their_types(name):
     """Each is read as if it were not there, or refused: no error is a bare Python one."""
     make = None if name == "gpt_oss" else FORMATS[name][0]

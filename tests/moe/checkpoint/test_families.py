@@ -252,6 +252,24 @@ def test_the_call_for_a_type_that_is_not_known():
     np.testing.assert_array_equal(found.w_down, tensors[f"{prefix}.down_proj.weight"])
 
 
+LIES = None, 0, 1.5, True, "x", [], [None], [1, 2], {}, {"name": "silu"}, [[1]]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_configurations_that_lie_in_their_types(name):
+    """Each is read as if it were not there, or refused: no error is a bare Python one."""
+    prefix, named, config, _ = PLAIN[name]
+    tensors = named(prefix, drawn(biased=name == "gpt_oss_by_expert"))
+    refused = 0
+    for key in (*config, "ffn_config", "swiglu_limits", "moe_latent_size", "expert_dtype"):
+        for lie in LIES:
+            try:
+                moe.Experts.from_checkpoint(tensors, prefix, config=config | {key: lie})
+            except CheckpointError:
+                refused += 1
+    assert refused > 50
+
+
 # --- without a gate ------------------------------------------------------------------------------
 
 
