@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 
+from tests.moe.case import ModelSizes
+from tests.moe.cases import SIZED
 from triax import moe
 from triax.interpreting.builder import Builder
 from triax.moe.plans.configs import FewPairsConfig
@@ -18,16 +19,13 @@ from triax.moe.shared import launching
 # More than any row, column, group or masked lane here, and less than the elements of an array.
 LARGEST = 4096
 ROWS, WIDTH = 90, 99
+PLANS = ("place_few_pairs", "select_experts")  # which need more pairs than that
+SIZES = ModelSizes(tokens=90, hidden=99, width=50, experts=60, top_k=2)
 RUN = {"implementation": "interpret"}
 
 
 def draw(*shape):
     return np.random.default_rng(0).random(shape, np.float32)
-
-
-def forward_and_backward(op, *args):
-    results, pull = jax.vjp(functools.partial(op, **RUN), *args)
-    pull(results)
 
 
 def pairs(num_experts):
@@ -41,27 +39,9 @@ def masks(num_tokens, num_experts, top_k):
     moe.make_plan_from_mask(draw(num_tokens, num_experts) < 0.5, top_k, **RUN)
 
 
-def permutation():
-    plan = moe.make_plan(np.arange(2 * ROWS).reshape(ROWS, 2) % 3, 3, align_size=64)
-    move = lambda x, w, s, **how: moe.permute(x, plan, weights=w, scales=s, **how)
-    forward_and_backward(move, draw(ROWS, WIDTH), draw(ROWS, 2), draw(ROWS, 3))
-    back = lambda rows, weights, **how: moe.unpermute(rows, plan, weights, **how)
-    forward_and_backward(back, draw(plan.num_rows, WIDTH), draw(ROWS, 2))
-
-
-def chunks():
-    op = lambda x, **how: moe.sort_chunks_by_index(x, np.array([70, 9]), np.array([1, 0]), **how)
-    forward_and_backward(op, draw(ROWS, WIDTH))
-
-
-def router():
-    op = lambda logits, **how: moe.route(logits, moe.Router(2), **how).weights
-    forward_and_backward(op, draw(ROWS, WIDTH))
-
-
-def products():
-    op = lambda rows, weights, **how: moe.ragged_dot(rows, weights, np.array([40, 0, 45]), **how)
-    forward_and_backward(op, draw(ROWS, WIDTH), draw(3, WIDTH, 21))
+def sized(made):
+    case = made("interpret", SIZES)
+    case.everything(case.inputs(0))
 
 
 def eight_bits():
@@ -80,12 +60,12 @@ CASES = {
     "pairs": functools.partial(pairs, 600),
     "masks of which some experts are kept": functools.partial(masks, 40, 120, 2),
     "masks of which all are": functools.partial(masks, 130, 40, 40),
-    "permutation": permutation,
-    "chunk sort": chunks,
-    "router": router,
-    "ragged_dot": products,
     "eight bits": eight_bits,
-    "glu": lambda: forward_and_backward(moe.glu, draw(ROWS, 100), draw(ROWS)),
+    **{
+        name: functools.partial(sized, made)
+        for name, made in SIZED.items()
+        if "," not in name and {*made("interpret", SIZES).kernels} - {*PLANS}
+    },
 }
 
 
