@@ -77,6 +77,8 @@ def test_links_out_of_the_docs(repository, expected):
     text = "[a](b.md#c), [x.py](../../../x.py), [nb](../../../examples/quickstart.ipynb)"
     assert site_pages.linked(text, "guides/deep/page.md", repository) == expected
     assert site_pages.linked("[a](../b.md)", "guides/page.md", repository) == "[a](../b.md)"
+    root = "[a](../../CONTRIBUTING.md#b)"
+    assert site_pages.linked(root, "guides/page.md", repository) == "[a](../contributing.md#b)"
 
 
 def test_entries_of_the_reference():

@@ -50,7 +50,13 @@ def entered(markdown: str) -> str:
 
 
 def linked(markdown: str, uri: str, repository: str | None) -> str:
-    """A page whose links out of `docs/` lead to the repository, or are text without one."""
+    """A page whose links out of `docs/` lead to the repository, or are text without one.
+
+    Links to files of the root that are pages of the site lead to these.
+    """
+    up = "../" * uri.count("/")
+    for page, path in PAGES.items():
+        markdown = markdown.replace(f"](../{up}{path}", f"]({up}{page}")
 
     def link(found: re.Match[str]) -> str:
         text, up, path = found.groups()
