@@ -94,9 +94,12 @@ def dispatch(
         a device sends to any one expert.
       num_rows: the number of rows on each device; pairs that do not fit are dropped. None for
         enough rows in the worst case, in which all tokens choose experts of one device:
-        ``D * capacity * top_k`` (in scheme "choice" ``D * capacity * num_experts // D``, if that is
-        less). The time of matmuls does not depend on it.
+        ``D * capacity * top_k``, where D is the number of the axis' devices, and `capacity` is
+        all tokens if it is None (in scheme "choice" ``D * min(tokens * top_k, capacity *
+        num_experts // D)``). The time of matmuls does not depend on it.
       scales: [tokens, scales], sent along: the scales of quantized tokens.
+      scheme: "token" or "choice", as above; None chooses.
+      exchange: "padded" or "ragged", as above; None chooses. Scheme "choice" needs "ragged".
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
