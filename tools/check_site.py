@@ -68,7 +68,7 @@ WORDS = {
     "race condition": "guides/testing",
     "docker": "serving",
     "decode": "serving start/first-model",
-    "tpu": "faq",
+    "tpu": "adopting/before faq",
     "deterministic": "faq",
     "safetensors": "from-a-checkpoint quantized-checkpoints",
     "kv cache": "start/first-model serving",
