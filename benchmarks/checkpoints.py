@@ -171,6 +171,34 @@ def microscaled(bits: int) -> float:
     return error(found.dequantize(), wanted)
 
 
+def nvfp4() -> float:
+    """Unpacked in float32: as weights are decompressed, each scale is rounded to bfloat16."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    weight = torch.from_numpy(np.random.default_rng(0).standard_normal((24, 96), np.float32))
+    how = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    args = QuantizationArgs(**how, scale_dtype="torch.float8_e4m3fn")
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    groups, name = weight.reshape(24, -1, 16), "nvfp4-pack-quantized"
+    of_all = generate_gparam(weight.amin(), weight.amax())
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, of_all)
+    state = {"weight": weight, "weight_scale": scale, "weight_global_scale": of_all}
+    packed = BaseCompressor.get_value_from_registry(name).compress(state, scheme)
+    numbers = unpack_fp4_from_uint8(packed["weight_packed"], 24, 96, torch.float32)
+    scale = packed["weight_scale"].float()
+    wanted = dequantize(numbers, scale, args=args, global_scale=of_all, dtype=torch.float32)
+    config = {"quant_method": "compressed-tensors", "format": name}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": how}}
+    tensors = {f"up_proj.{end}": in_numpy(tensor) for end, tensor in packed.items()}
+    found = moe.linear_from_checkpoint(tensors, "up_proj", config={"quantization_config": config})
+    return error(found.dequantize(), wanted)
+
+
 def in_numpy(tensor) -> np.ndarray:
     import torch
 
@@ -199,6 +227,7 @@ def main():
     errors["MXFP4"] = mxfp4()
     errors["compressed-tensors' MXFP4"] = microscaled(4)
     errors["compressed-tensors' MXFP8"] = microscaled(8)
+    errors["compressed-tensors' NVFP4"] = nvfp4()
     errors["transformers' float8 with blocks"] = float8()
     for symmetric in (True, False):
         for group in (32, None):
