@@ -273,11 +273,10 @@ TYPES = {
     "qwen3_vl_moe_text": dataclasses.replace(_QWEN, router=_ALWAYS),
     "step3p5": ModelType(
         limits="swiglu_limits",
-        others="swiglu_limits_shared share_expert_dim share_expert_dims moe_layers_enum "
-        "mtp_mlp_layer_types "
-        "moe_every_n_layer moe_layer_offset mlp_bias need_fp32_gate use_moe_router_bias gating "
-        "query_pre_attn_scalar per_layer_config partial_rotary_factors yarn_only_types sink "
-        "att_impl_type zero_centered",
+        others="swiglu_limits_shared share_expert_dim share_expert_dims moe_layers_enum use_moe "
+        "moe_every_n_layer moe_layer_offset mtp_mlp_layer_types mlp_bias need_fp32_gate gating "
+        "use_moe_router_bias query_pre_attn_scalar per_layer_config partial_rotary_factors "
+        "yarn_only_types sink att_impl_type zero_centered",
         router=RouterKeys(
             "sigmoid",
             scaled=True,

@@ -322,7 +322,8 @@ PUBLISHED = {
         moe_layers_enum moe_num_experts moe_router_activation moe_router_scaling_factor moe_top_k
         need_fp32_gate norm_expert_weight num_attention_groups num_nextn_predict_layers
         partial_rotary_factors share_expert_dim sink swiglu_limits swiglu_limits_shared
-        use_head_wise_attn_gate use_moe_router_bias use_qk_norm yarn_only_types zero_centered
+        use_head_wise_attn_gate use_moe use_moe_router_bias use_qk_norm yarn_only_types
+        zero_centered
         """,
         """
         image_token_id vision_config
