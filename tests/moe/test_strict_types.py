@@ -66,13 +66,19 @@ def widest(array):
 @pytest.mark.sampled(3, 6)
 @pytest.mark.parametrize("name", layer.NAMED)
 def test_the_layer(path, name):
+    """Of 64 bits, or with the dtypes that results have without them."""
     case = layer.NAMED[name](None)
     arrays = case.inputs(0)
     if path == "plain JAX" and not name.startswith("recipe"):
         given = [n for n in arrays if not n.startswith("g_")]
         arrays |= {n: widest(arrays[n]) for n in given if n not in ("logits", "bias")}
         arrays["g_tokens"] = arrays["g_tokens"].astype(arrays["x"].dtype)
-    jax.eval_shape(case.everything, arrays)
+        jax.eval_shape(case.everything, arrays)
+        return
+    found = jax.eval_shape(case.everything, arrays)
+    with jax.enable_x64(False):
+        wanted = jax.eval_shape(case.everything, arrays)
+    assert jax.tree.map(jnp.dtype, found) == jax.tree.map(jnp.dtype, wanted)
 
 
 OTHERS = {

@@ -58,6 +58,14 @@ def draw_feed_forward(rng: Rng, path: str) -> Case:
     )
 
 
+FORWARD = ("route", "place_few_pairs", "permute", "glu", "unpermute")
+FORWARD += ("ragged_dot_schedule", "ragged_dot") * 2
+# Rows are permuted again, and so are the gradients of tokens.
+BACKWARD = ("permute", "permute", "glu_grad", "unpermute", "route_grad")
+BACKWARD += ("ragged_dot_schedule", "ragged_dot_transposed") * 2
+KERNELS = FORWARD + BACKWARD + ("ragged_dot_schedule", "group_outer") * 2
+
+
 def by_hand(
     moe: Any,
     x: Any,
@@ -247,6 +255,8 @@ def feed_forward(
     case = Case("feed_forward", path, call, results, draw, expect, tuple(gradients))
     case.widest = "float32"
     case.names = {"by_hand": by_hand}
+    if by_logits and not (two or keep):
+        case.kernels = KERNELS
     return case
 
 

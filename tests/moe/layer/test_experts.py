@@ -69,30 +69,6 @@ def test_names_of_leaves_and_how_it_is_shown():
     )
 
 
-@pytest.mark.nightly("its parts have tests of their own")
-def test_under_transformations():
-    """A step of training under jit with donation, and layers that are stacked."""
-    experts, x, logits = biased()
-    step = lambda e, g: jax.tree.map(lambda a, b: a - b.astype(a.dtype), e, g)
-    gradients = jax.jit(jax.grad(loss))(experts, x, logits)
-    assert jax.tree.structure(gradients) == jax.tree.structure(experts)
-    shapes = jax.eval_shape(lambda *args: jax.grad(loss)(*args), experts, x, logits)
-    assert repr(shapes) == repr(gradients)
-    copy = jax.tree.map(jnp.copy, experts)
-    stepped = jax.jit(step, donate_argnums=0)(copy, gradients)
-    jax.tree.map(assert_same_bits, stepped, step(experts, gradients))
-
-    both = dataclasses.replace(jax.tree.map(lambda *of: jnp.stack(of), experts, stepped))
-    one_by_one = x
-    for each in (experts, stepped):
-        one_by_one = moe.feed_forward(one_by_one, logits, each, ROUTER).tokens
-    body = lambda x, each: (moe.feed_forward(x, logits, each, ROUTER).tokens, None)
-    close = lambda a, b: np.testing.assert_allclose(*(np.float32(c) for c in (a, b)), 0.05, 0.05)
-    close(jax.lax.scan(body, x, both)[0], one_by_one)
-    close(jax.vmap(lambda e: loss(e, x, logits))(both)[0], loss(experts, x, logits))
-    assert jax.vmap(lambda e: e.quantized("rows"))(both).in_8_bits[1]["forward"].values.ndim == 4
-
-
 def test_an_optimizer_steps():
     """Of optax: its state are Experts, too, also where there are no biases."""
     optimizer, run = optax.adam(0.1), jax.jit(jax.value_and_grad(loss))
@@ -190,30 +166,6 @@ def test_what_was_made_is_what_is_multiplied(monkeypatch):
     assert gradients.w_down.dtype == experts.w_down.dtype
     # With other weights there is nothing that was made of these.
     assert dataclasses.replace(stale, w_down=experts.w_down).in_8_bits is None
-
-
-@pytest.mark.nightly("its parts have tests of their own")
-@pytest.mark.parametrize("recipe", ["rows", ALL], ids=str)
-def test_over_microbatches(recipe):
-    """Quantized outside of the loop, whose body then quantizes no weights."""
-    experts, x, logits = given()
-    parts = jnp.split(x, 2), jnp.split(logits, 2)
-    batches = jax.tree.map(lambda *of: jnp.stack(of), *zip(*parts, strict=True))
-
-    def step(experts, once):
-        used = experts.quantized(recipe if once else None)
-
-        def add(total, batch):
-            gradients = jax.grad(loss)(used, *batch, recipe).quantized(None)
-            return jax.tree.map(jnp.add, total, gradients), None
-
-        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, experts), batches)[0]
-
-    found, plain = (jax.jit(step, static_argnums=1)(experts, once) for once in (True, False))
-    jax.tree.map(assert_same_bits, found, plain)
-    alone = lambda experts: loss(experts.quantized(recipe), x, logits, recipe)
-    wanted = jax.grad(loss)(experts, x, logits, recipe)
-    jax.tree.map(assert_same_bits, jax.grad(alone)(experts), wanted)
 
 
 @pytest.mark.sampled(0, 1)

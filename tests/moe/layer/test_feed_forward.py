@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.moe import flat
+from tests.moe.layer.case import FORWARD, KERNELS
 from triax import moe
 from triax.emitting import reading
 from triax.errors import ArgumentTypeError, ArgumentValueError
@@ -96,34 +97,6 @@ def test_gathering_experts_is_told_where_the_layer_is_called(tokens_too):
         # What the warning says to do if that is meant.
         meant = jax.jit(lambda x, logits, e: call(x, logits, jax.sharding.reshard(e, P())))
         assert_same_bits(meant(*args), out)
-
-
-def test_what_devices_count_of_their_tokens_is_summed():
-    x, logits, *weights = draw(tokens=8)
-    mesh = jax.make_mesh((2,), ("t",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        put = lambda array: jax.device_put(array, NamedSharding(mesh, P("t")))
-        out = jax.jit(lambda x, logits: layer(x, logits, *weights))(put(x), put(logits))
-    counts = np.bincount(np.argsort(-logits, axis=1)[:, :2].ravel(), minlength=EXPERTS)
-    np.testing.assert_array_equal(out.group_counts, counts)
-
-
-def test_what_devices_count_and_drop_with_their_own_experts_is_summed():
-    """Each device sends one token to each device, with all of its pairs there."""
-    x, logits, w_gate_up, w_down = draw(tokens=8)
-    logits = logits[:, :4]
-    mesh = jax.make_mesh((2,), ("t",), (AxisType.Auto,), devices=jax.devices()[:2])
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("t"), out_specs=P())
-    def run(*args):
-        out = layer(*args, axis_name="t", capacity=1)
-        return out.group_counts, out.num_dropped
-
-    counts, dropped = jax.jit(run)(x, logits, w_gate_up[:4], w_down[:4])
-    chosen = np.argsort(-logits, axis=1)[:, :2]
-    np.testing.assert_array_equal(counts, np.bincount(chosen.ravel(), minlength=4))
-    pairs = [np.sum(part // 2 == at, axis=1) for part in np.split(chosen, 2) for at in (0, 1)]
-    assert dropped == 16 - sum(of_tokens[of_tokens > 0][0] for of_tokens in pairs)
 
 
 def test_capacity_makes_no_more_rows_than_experts_take():
@@ -352,19 +325,6 @@ def test_only_the_gradients_that_are_asked_for(numbers):
         assert_nearly(actual, everything[number])
 
 
-FORWARD = [
-    "route",
-    "place_few_pairs",
-    "permute",
-    "ragged_dot_schedule",
-    "ragged_dot",
-    "glu",
-    "ragged_dot_schedule",
-    "ragged_dot",
-    "unpermute",
-]
-
-
 def lowered(function, platform):
     args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in draw(0, "bfloat16")]
     return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,))
@@ -381,19 +341,12 @@ def gradients(*args, layer=layer):
 @pytest.mark.slow("Triton is the same, and most of its time is Triton's")
 @pytest.mark.cuda_plugin
 def test_kernels_on_cuda():
+    """Of the layer alone, and of one that keeps what others make again."""
     assert kernels(layer) == sorted(FORWARD)
-    backward = [
-        "permute",  # unpermute's gradient
-        "permute",  # the rows again
-        "glu_grad",  # which makes glu's result again, too
-        *["ragged_dot_schedule", "ragged_dot_transposed", "ragged_dot_schedule", "group_outer"] * 2,
-        "unpermute",  # permute's gradient
-        "route_grad",
-    ]
-    assert kernels(gradients) == sorted(FORWARD + backward)
     kept = functools.partial(layer, keep=["triax_permuted_rows", "triax_glu"])
-    backward.remove("permute")
-    assert kernels(functools.partial(gradients, layer=kept)) == sorted(FORWARD + backward)
+    wanted = [*KERNELS]
+    wanted.remove("permute")
+    assert kernels(functools.partial(gradients, layer=kept)) == sorted(wanted)
 
 
 def test_a_mistake_spoils_no_later_call():
@@ -428,15 +381,6 @@ def test_the_gradient_multiplies_as_the_layer_was_asked_to():
     )
     assert inside == around == ["HIGH"] * len(neither)
     assert set(neither) == {"DEFAULT"}
-
-
-@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
-@pytest.mark.cuda_plugin
-def test_kernels_do_all_on_cuda(monkeypatch):
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
-    text = lowered(gradients, "cuda").as_text()
-    for other in ("dot_general", "gather", "scatter", "sort", "transpose", "callback"):
-        assert f"stablehlo.{other}" not in text
 
 
 of_type, of_value, ones = ArgumentTypeError, ArgumentValueError, jnp.ones

@@ -61,38 +61,13 @@ def value_and_gradients(given, recipe, **how):
 
 
 @pytest.mark.sampled(0, 2)
-@pytest.mark.parametrize(
-    ("recipe", "implementation"),
-    [
-        ("rows", "interpret"),
-        (ALL, "interpret"),
-        ("rows", "xla"),
-        ("blocks", "interpret"),
-    ],
-)
-def test_the_layer(recipe, implementation):
-    """Near the layer in bfloat16, but another."""
-    given = layer()
-    how = {"implementation": implementation}
-    for found, plain in zip(
-        value_and_gradients(given, recipe, **how),
-        value_and_gradients(given, None, **how),
-        strict=True,
-    ):
-        assert found.dtype == plain.dtype
-        found, plain = (np.asarray(a, np.float64) for a in (found, plain))
-        error = np.linalg.norm(found - plain) / np.linalg.norm(plain)
-        assert 0.005 < error < 0.1
-
-
-@pytest.mark.sampled(0, 2)
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("recipe", ["rows", "blocks", ALL, moe.Recipe(None, "rows")], ids=str)
 def test_the_layer_op_by_op(monkeypatch, recipe, biased, two, implementation):
     """Tokens are quantized before they move, gradients too, and glu's result as it is made: the
-    same bits as of the rows afterwards."""
+    same bits as of the rows afterwards, which are near those without a recipe, but others."""
     x, logits, w_gate_up, w_down = layer()
     how = {"implementation": implementation}
     biases = jnp.linspace(-1, 1, 8 * 80).reshape(8, 80).astype("bfloat16")
@@ -103,6 +78,10 @@ def test_the_layer_op_by_op(monkeypatch, recipe, biased, two, implementation):
         how |= {"b_gate_up": tuple(jnp.split(biases, 2, axis=1))} if biased else {}
     given = x, logits, w_gate_up, w_down
     found = value_and_gradients(given, recipe, **how)
+    d_x, plain = (
+        np.asarray(of[1], np.float64) for of in (found, value_and_gradients(given, None, **how))
+    )
+    assert 0.005 < np.linalg.norm(d_x - plain) / np.linalg.norm(plain) < 0.1
     multiply = ops.multiply
 
     def apart(self, rows, matrix, sizes, by=None, quantized=None, source=None, target=None):
