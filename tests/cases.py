@@ -242,7 +242,7 @@ def autotuned_accumulate(x, y):
     return blockwise(kernels.autotuned_accumulate_kernel, x, y, input_output_aliases={1: 0})
 
 
-def gather(x, index):
+def gather(x, index, **options):
     return triax.triton_call(
         x,
         index,
@@ -250,6 +250,7 @@ def gather(x, index):
         kernel=kernels.autotuned_gather_kernel,
         out_type=jax.ShapeDtypeStruct((index.shape[0], x.shape[1]), x.dtype),
         grid=index.shape[0],
+        **options,
     )
 
 

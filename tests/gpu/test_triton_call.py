@@ -11,7 +11,7 @@ import pytest
 import triax
 from tests import descriptors, kernels
 from tests.binding import test_hooks, test_scalars
-from tests.cases import CASES, argsort_then_gather, autotuned_accumulate, blockwise
+from tests.cases import CASES, argsort_then_gather, autotuned_accumulate, blockwise, gather
 from tests.emitting.test_custom_call import check_mixed
 from tests.primitives import accumulate, sum_and_accumulate
 from triax import testing
@@ -168,17 +168,6 @@ def test_vmap():
     case = next(c for c in CASES if c.name == "gather")
     x, index = case.inputs(np.random.default_rng(7))
     xs = np.stack([x, x + 1, x * 2])
-
-    def gather(x, index):
-        return triax.triton_call(
-            x,
-            index,
-            n_cols=x.shape[1],
-            kernel=kernels.autotuned_gather_kernel,
-            out_type=jax.ShapeDtypeStruct((index.shape[0], x.shape[1]), x.dtype),
-            grid=index.shape[0],
-            vmap_method="sequential",
-        )
-
-    actual = jax.jit(jax.vmap(gather, in_axes=(0, None)))(xs, index)
+    one = functools.partial(gather, vmap_method="sequential")
+    actual = jax.jit(jax.vmap(one, in_axes=(0, None)))(xs, index)
     testing.assert_same_bits(actual, xs[:, index])

@@ -14,7 +14,7 @@ import triton.language as tl
 
 import triax
 from tests import kernels
-from tests.cases import autotuned_accumulate, blockwise
+from tests.cases import autotuned_accumulate, blockwise, gather
 from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE
 from triax.binding.launch import ArrayType
@@ -460,17 +460,6 @@ class TestInputs:
         for candidate in job.candidates:
             pointers = [p for p in candidate.parameters if isinstance(p, messages.Pointer)]
             assert [p.zeroed for p in pointers] == [0, 0, X.nbytes]
-
-
-def gather(x, index):
-    return triax.triton_call(
-        x,
-        index,
-        n_cols=x.shape[1],
-        kernel=kernels.autotuned_gather_kernel,
-        out_type=x,
-        grid=index.shape[0],
-    )
 
 
 class TestRealOperands:

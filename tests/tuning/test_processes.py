@@ -1,4 +1,4 @@
-"""Several processes: one store written by many and killed, one job that must agree."""
+"""Several processes: one job that must agree."""
 
 import json
 import os
@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from triax.tuning.store import Record, Store
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -29,16 +27,6 @@ def start(program, *arguments, **environment):
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.mark.slow("the store is files and the standard library")
-def test_many_write_the_same_keys_and_some_are_killed(tmp_path):
-    """Every file there is parses, and what was there before is not lost."""
-    process = start("writers.py", tmp_path, 40)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert output == "40 killed\n"
-    assert [isinstance(r, Record) for _, r in Store(tmp_path, "test").records()] == [True] * 5
 
 
 def free_address():

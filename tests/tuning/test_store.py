@@ -200,6 +200,20 @@ def test_a_write_that_is_interrupted_leaves_nothing(place, monkeypatch):
     assert list(place.folder.iterdir()) == []
 
 
+def test_what_a_killed_writer_leaves_is_in_nobody_s_way(place, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        patch.setattr(os, "unlink", lambda _: None)
+        with pytest.raises(KeyboardInterrupt):
+            place.put(record(0))
+    assert [path.suffix for path in place.folder.iterdir()] == [".part"]
+    place.put(record(0))
+    assert place.find(key(0)) == record(0)
+
+
 def test_leftovers_are_what_no_living_writer_has(place):
     place.put(record(0))
     names = ".triax-0.part", ".triax-1.part", ".triax-folder", ".movie.part"
