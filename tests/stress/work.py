@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 
 from tests import cases, kernels
-from triax import moe
+from tests.moe.case import ModelSizes
+from tests.moe.cases import SIZED
 from triax.devices import is_cuda
 
 
@@ -42,8 +43,8 @@ def scaled(x, alpha):
     return cases.blockwise(scaled_kernel, x, ALPHA=alpha, BLOCK=128)
 
 
-def _floats(rng, *shape, dtype="float32"):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+def _floats(rng, size):
+    return jnp.asarray(rng.standard_normal(size), "float32")
 
 
 def _add(number, rng):
@@ -56,33 +57,16 @@ def _tuned(number, rng):
     return functools.partial(cases.blockwise, kernels.autotuned_add_kernel), (x, x[::-1])
 
 
-def _moves(number, rng):
-    x, logits = _floats(rng, 3 + number, 32 * (1 + number % 3)), _floats(rng, 3 + number, 4)
-
-    def run(x, logits):
-        routed = moe.route(logits, moe.Router(2))
-        plan = moe.make_plan(routed.experts, 4)
-        return moe.unpermute(moe.permute(x, plan), plan, weights=routed.weights)
-
-    return run, (x, logits)
+def _case(name, number, rng):
+    sizes = ModelSizes(
+        3 + number, 32 * (1 + number % 3), 32, 4, 2, ("float32", "bfloat16")[number % 2]
+    )
+    case = SIZED[name](None, sizes)
+    return case.everything, (jax.tree.map(jnp.asarray, case.normal(case.draw(rng), rng)),)
 
 
-def _product(number, rng):
-    rows, weights = _floats(rng, 20 + number, 48), _floats(rng, 3, 48, 40)
-    sizes = jnp.array([number % 7, 5, 3])
-    loss = lambda rows, weights: jnp.sum(moe.ragged_dot(rows, weights, sizes) ** 2)
-    return jax.grad(loss, (0, 1)), (rows, weights)
-
-
-def _layer(number, rng):
-    weights = (_floats(rng, 4, *shape, dtype="bfloat16") for shape in ((64, 64), (32, 64)))
-    args = _floats(rng, 5 + number, 64, dtype="bfloat16"), _floats(rng, 5 + number, 4)
-    router = moe.Router(2)
-    loss = lambda *args: jnp.sum(moe.feed_forward(*args, router).tokens.astype("float32") ** 2)
-    return jax.value_and_grad(loss, (0, 2)), (*args, moe.Experts(*weights))
-
-
-KINDS = _add, _tuned, _moves, _product, _layer
+OPS = "feed_forward, by hand", "ragged_dot", "feed_forward"
+KINDS = _add, _tuned, *(functools.partial(_case, name) for name in OPS)
 COUNT = 20
 
 
