@@ -99,6 +99,16 @@ def test_gathering_experts_is_told_where_the_layer_is_called(tokens_too):
         assert_same_bits(meant(*args), out)
 
 
+def test_what_devices_count_of_their_tokens_is_summed():
+    x, logits, *weights = draw(tokens=8)
+    mesh = jax.make_mesh((2,), ("t",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        put = lambda array: jax.device_put(array, NamedSharding(mesh, P("t")))
+        out = jax.jit(lambda x, logits: layer(x, logits, *weights))(put(x), put(logits))
+    counts = np.bincount(np.argsort(-logits, axis=1)[:, :2].ravel(), minlength=EXPERTS)
+    np.testing.assert_array_equal(out.group_counts, counts)
+
+
 def test_capacity_makes_no_more_rows_than_experts_take():
     args = draw()
     for options, rows in [
