@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.moe.case import Case
+from tests.moe.plans.case import Sizes, make_plan, make_plan_from_mask
+from tests.moe.router.case import Spec, route
 from triax import TensorDescriptor, moe
 from triax.call import triton_call
 from triax.moe.quantization.scaled import ScaledArray
@@ -80,25 +84,26 @@ def in_tiles(case: Any) -> Any:
     return run, (rows, jax.eval_shape(ScaledArray.tile, weights), sizes)
 
 
+def of_case(made: Callable[..., Case], **settings: Any) -> Any:
+    """A case with its gradients; `settings` are those of a function of a path."""
+    made = functools.partial(made, **settings)
+
+    def run(arrays: Any, *, implementation: Any) -> Any:
+        return made(implementation).everything(arrays)
+
+    return run, (jax.eval_shape(lambda: made(None).inputs(0)),)
+
+
 def plan(tokens: int, top_k: int, experts: int, **how: Any) -> Any:
-    run = functools.partial(moe.make_plan, num_experts=experts, **how)
-    return run, (array(tokens, top_k, dtype="int32"),)
+    return of_case(make_plan, sizes=Sizes(tokens, top_k, experts)._replace(**how))
 
 
 def mask(tokens: int, top_k: int, experts: int, **how: Any) -> Any:
-    run = functools.partial(moe.make_plan_from_mask, top_k=top_k, **how)
-    return run, (array(tokens, experts, dtype="bool"),)
+    return of_case(make_plan_from_mask, sizes=Sizes(tokens, top_k, experts)._replace(**how))
 
 
-def router(tokens: int, experts: int, dtype: str = WIDE, bias: bool = False, **how: Any) -> Any:
-    arrays = [array(tokens, experts, dtype=dtype)] + [array(experts, dtype=WIDE)] * bias
-
-    def run(logits: Any, bias: Any = None, *, implementation: str) -> Any:
-        return moe.route(
-            logits, moe.Router(**how), bias=bias, implementation=implementation
-        ).weights
-
-    return with_gradient(run), arrays
+def router(tokens: int, experts: int, top_k: int, dtype: str = WIDE, **how: Any) -> Any:
+    return of_case(route, spec=Spec(experts, top_k, **how), tokens=tokens, dtype=dtype)
 
 
 def gradient(case: Any) -> Any:
@@ -189,23 +194,21 @@ CASES: dict[str, Any] = {
         packed(4000, WIDE, 32, "int4", True, columns=128)
     ),
     "plan of few pairs": plan(100, 8, 64),
-    "plan of many pairs": plan(5000, 8, 300, align_size=16, capacity=100),
+    "plan of many pairs": plan(5000, 8, 300, align=16, capacity=100),
     "plan of very many pairs": plan(50000, 8, 64),
     "plan of a mask": mask(1000, 2, 64),
-    "plan of a mask, all experts": mask(1000, 64, 64, num_rows=4096, align_size=8, capacity=7),
+    "plan of a mask, all experts": mask(1000, 64, 64, num_rows=4096, align=8, capacity=7),
     "plan of a mask, few experts": mask(1000, 16, 16),
     "plan of a mask, an expert more": mask(1000, 17, 17),
-    "route, softmax": router(1000, 64, top_k=6),
-    "route, softmax of the chosen, bfloat16": router(1000, 128, HALF, top_k=8, normalize=True),
+    "route, softmax": router(1000, 64, 6),
+    "route, softmax of the chosen, bfloat16": router(1000, 128, 8, HALF, normalize=True),
     "route, in groups, with a bias": router(
-        1000, 256, bias=True, top_k=8, score="sigmoid", normalize=True, num_groups=8, top_groups=4
+        1000, 256, 8, biased=True, score="sigmoid", normalize=True, groups=(8, 4, "top2")
     ),
-    "route, in groups by their best": router(
-        1000, 160, top_k=6, num_groups=8, top_groups=3, group_score="max", scale=16.0
-    ),
-    "route, in two groups": router(1000, 256, top_k=8, num_groups=2, top_groups=1),
-    "route, float16": router(1000, 16, "float16", top_k=2),
-    "route, no score": router(10, 33, top_k=4, score="none"),
+    "route, in groups by their best": router(1000, 160, 6, groups=(8, 3, "max"), scale=16.0),
+    "route, in two groups": router(1000, 256, 8, groups=(2, 1, "top2")),
+    "route, float16": router(1000, 16, 2, "float16"),
+    "route, no score": router(10, 33, 4, score="none"),
 }
 
 
