@@ -31,7 +31,23 @@ import jax
 
 from tests import sass
 from tests.moe import flat, launches
-from tests.moe.launches import E4M3, FAST, HALF, WIDE, array, packed, product, product_of, scaled
+from tests.moe.activations.case import ACTIVATIONS, glu
+from tests.moe.chunk_sort.case import sort_chunks
+from tests.moe.launches import (
+    E4M3,
+    FAST,
+    HALF,
+    WIDE,
+    array,
+    of_case,
+    packed,
+    product,
+    product_of,
+    scaled,
+)
+from tests.moe.permutation.case import permute, unpermute
+from tests.moe.plans.case import Sizes
+from tests.moe.quantization.case import quantize
 from triax import lowering, moe
 from triax.binding.launch import CompiledKernel, Launch
 from triax.compat import ptxas
@@ -40,47 +56,6 @@ from triax.emitting.reading import triton_calls
 
 CARDS = (80, 86, 89, 90, 100, 103, 120, 121)
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-def _differentiated(function: Callable[..., Any], *arrays: Any) -> Program:
-    return launches.with_gradient(function), arrays
-
-
-def _moves(tokens: int, dtype: str = HALF) -> Program:
-    """There and back, with weights on both sides."""
-
-    def run(x: Any, weights: Any, experts: Any, *, implementation: str) -> Any:
-        plan = moe.make_plan(experts, 16, align_size=8, implementation=implementation)
-        moved = moe.permute(x, plan, weights=weights, implementation=implementation)
-        back = moe.unpermute(moved.rows, plan, weights, implementation=implementation)
-        return back, moved.weights
-
-    arrays = array(tokens, 512, dtype=dtype), array(tokens, 4, dtype=WIDE)
-    return _differentiated(run, *arrays, array(tokens, 4, dtype="int32"))
-
-
-def _chunks(rows: int, dtype: str) -> Program:
-    def run(x: Any, probs: Any, sizes: Any, order: Any, *, implementation: str) -> Any:
-        return moe.sort_chunks_by_index(x, sizes, order, probs, implementation=implementation)
-
-    sizes = array(8, dtype="int32")
-    return _differentiated(
-        run, array(rows, 512, dtype=dtype), array(rows, dtype=WIDE), sizes, sizes
-    )
-
-
-def _glu(activation: Any, dtype: str = HALF, **how: Any) -> Program:
-    run = functools.partial(moe.glu, activation=activation, **how)
-    gated = activation not in ("silu", "gelu", "gelu_exact", "relu2")
-    return _differentiated(
-        run, array(300, 1536 if gated else 768, dtype=dtype), array(300, dtype=WIDE)
-    )
-
-
-def _quantize(dtype: str, block: Any, transposed: bool = False) -> Program:
-    run = functools.partial(moe.quantize, dtype=dtype, block=block, transposed=transposed)
-    shape = (4, 512, 768) if len(block) == 3 else (300, 768)
-    return run, (array(*shape),)
 
 
 def _layer(
@@ -201,24 +176,38 @@ PROGRAMS: dict[str, Program] = {
         for block in ((1, None, 1), (1, 32, 1), (1, 128, 128))
     },
     **{
-        f"moves, {tokens} tokens, {d}": _moves(tokens, d) for tokens in TOKENS for d in (HALF, WIDE)
-    },
-    **{f"sort_chunks_by_index, {d}": _chunks(5000, d) for d in (HALF, WIDE)},
-    **{
-        f"glu, {activation}": _glu(activation)
-        for activation in ("swiglu", "geglu", "geglu_exact", "silu", "gelu", "gelu_exact", "relu2")
-    },
-    "glu, clamped and interleaved": _glu(moe.Swiglu(limit=7.0), interleaved=True),
-    "glu, float32": _glu("swiglu", WIDE),
-    **{
-        f"quantize to {dtype}, {block}": _quantize(dtype, block, transposed)
-        for dtype in (E4M3, "float8_e5m2", "int8")
-        for block, transposed in (
-            ((1, None), False),
-            ((1, 128), False),
-            ((1, None, 1), True),
-            ((1, 128, 128), True),
+        f"{of.__name__}, {tokens} tokens, {d}": of_case(
+            of, sizes=Sizes(tokens, 4, 16, align=8), width=512, dtype=d
         )
+        for of in (permute, unpermute)
+        for tokens in TOKENS
+        for d in (HALF, WIDE)
+    },
+    **{
+        f"sort_chunks_by_index, {d}": of_case(sort_chunks, rows=5000, width=512, chunks=8, dtype=d)
+        for d in (HALF, WIDE)
+    },
+    **{
+        f"glu, {kind.source}, {layout}, {d}": of_case(
+            glu, rows=300, width=768, kind=kind, layout=layout, dtype=d
+        )
+        for kind, layout, d in (
+            *((kind, "halves", HALF) for kind in ACTIVATIONS),
+            (ACTIVATIONS[4], "interleaved", HALF),
+            (ACTIVATIONS[0], "halves", WIDE),
+        )
+    },
+    **{
+        f"quantize to {dtype}, {block}": of_case(
+            quantize,
+            shape=(4, 512, 768)[3 - len(block) :],
+            block=block,
+            transposed=len(block) == 3,
+            to=dtype,
+            dtype=HALF,
+        )
+        for dtype in (E4M3, "float8_e5m2", "int8")
+        for block in ((1, None), (1, 128), (1, None, 1), (1, 128, 128))
     },
     **{
         f"layer, {tokens} tokens, {d}": _layer(tokens, d) for tokens in TOKENS for d in (HALF, WIDE)
