@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from tests.fuzz.products import FLOATS, dot, group_sum, outer, put, swapped, with_bias
@@ -58,10 +59,10 @@ def draw_feed_forward(rng: Rng, path: str) -> Case:
     )
 
 
-FORWARD = ("route", "place_few_pairs", "permute", "glu", "unpermute")
+FORWARD: tuple[str, ...] = ("route", "place_few_pairs", "permute", "glu", "unpermute")
 FORWARD += ("ragged_dot_schedule", "ragged_dot") * 2
 # Rows are permuted again, and so are the gradients of tokens.
-BACKWARD = ("permute", "permute", "glu_grad", "unpermute", "route_grad")
+BACKWARD: tuple[str, ...] = ("permute", "permute", "glu_grad", "unpermute", "route_grad")
 BACKWARD += ("ragged_dot_schedule", "ragged_dot_transposed") * 2
 KERNELS = FORWARD + BACKWARD + ("ragged_dot_schedule", "group_outer") * 2
 
@@ -112,8 +113,8 @@ def feed_forward(
     two, interleaved = layout == "two", layout == "interleaved"
     columns = 2 * width if kind.gated and not two else width
     firsts = ("gate", "up") if two else ("gate_up",)
-    named = lambda letter: [f"{letter}_{name}" for name in (*firsts, "down")]
-    first = lambda names: f"({', '.join(names[:-1])})" if two else names[0]
+    named: Any = lambda letter: [f"{letter}_{name}" for name in (*firsts, "down")]
+    first: Any = lambda names: f"({', '.join(names[:-1])})" if two else names[0]
     biases = f"b_gate_up={first(named('b'))}, b_down=b_down, " * biased
     call = (
         f"moe.feed_forward(x, {'logits' if by_logits else 'moe.Routing(weights, ids)'}, "
@@ -276,8 +277,8 @@ def product(path: str, recipe: Recipe, transposed: bool = False) -> Case:
     u = sum_unit(path, e4m3)
 
     def multiplied(rows: Any, weights: Any, bias: Any, by: Any, how: Any) -> Any:
-        given = products.Products(recipe, transposed, how), rows, Matrix(weights, bias), sizes, by
-        return ops.multiply(*given)
+        matrix, of_groups = Matrix(weights, bias), jnp.asarray(sizes)
+        return ops.multiply(products.Products(recipe, transposed, how), rows, matrix, of_groups, by)
 
     def draw(rng: Rng) -> Arrays:
         shape = (columns, depth) if transposed else (depth, columns)

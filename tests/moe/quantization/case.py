@@ -117,7 +117,9 @@ def middles(rng: Rng, shape: tuple[int, ...], block: tuple[int, ...], kind: str)
     powers = np.exp2(rng.integers(-120, 90, (*counts, 1)))
     scales = (rng.uniform(1, 2, (*counts, 1)) * powers).astype(_F32)
     x = (rng.choice(choices, (*counts, math.prod(block))) * scales).astype(_F32)
-    x = np.nextafter(x, rng.choice(_F32([0, np.inf]), x.shape)) * rng.choice([-1, 1], x.shape)
+    x = np.nextafter(x, np.where(rng.random(x.shape) < 0.5, _F32(0), _F32(np.inf))) * rng.choice(
+        [-1, 1], x.shape
+    )
     x[..., 0] = (top_of(kind) * scales)[..., 0]
     return array_of(x.astype(_F32), block, shape)
 
@@ -197,7 +199,7 @@ def draw_quantize(rng: Rng, path: str) -> Case:
 RANDOM = (draw_quantize,)
 
 
-def _blocks(shape: Any, block: Any, transposed: bool = False, **options: Any) -> Any:
+def _blocks(shape: Any, block: Any, transposed: Any = False, **options: Any) -> Any:
     how = {"shape": shape, "block": block, "transposed": transposed}
     return functools.partial(quantize, **how, **options)
 

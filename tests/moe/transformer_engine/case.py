@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,7 +221,7 @@ def by_ids(
     sizes = sizes._replace(align=max(align, 1))
     tokens, slots, experts = sizes[:3]
     lead = (2, tokens // 2) if is_3d else (tokens,)
-    shaped = lambda array: array.reshape(*lead, -1)
+    shaped: Any = lambda array: array.reshape(*lead, -1)
 
     def there_and_back(x: Any, ids: Any, weights: Any, how: Any) -> Any:
         rows, state, group_sizes = te.pure_jax_token_dispatch(
@@ -258,7 +259,7 @@ def by_ids(
         rows = move(x, plan.row_of, sizes.rows)
         back = weighted_sums(rows, weights, g, plan.row_of)
         d_x = summed(exact(arrays["g_rows"]) + back["d_rows"], plan.row_of)
-        reshaped = lambda of, *shape: Near(of.value.reshape(shape), of.error.reshape(shape))
+        reshaped: Any = lambda of, *shape: Near(of.value.reshape(shape), of.error.reshape(shape))
         return {
             "rows": rows,
             "sums": reshaped(back["out"], 2, tokens // 2, width),
@@ -433,31 +434,32 @@ _IDS: dict[str, dict[str, Any]] = {
     "rolled, padding": {"roll": 6, "align": 8},
     "64 bits": {"roll": 1, "ids": "int64"},
 }
+_OTHERS: tuple[tuple[str, Callable[..., Case], dict[str, Any]], ...] = (
+    ("selected experts, 2", select, _ORDINARY | {"top_k": 2}),
+    ("selected experts, all", select, _ORDINARY | {"is_3d": True, "map_dtype": "int32"}),
+    ("selected experts, floats", select, _ORDINARY | {"top_k": 2, "map_dtype": "float32"}),
+    *(
+        (f"loss, {dtype}", aux_loss, {"tokens": 20, "experts": 6, "dtype": dtype})
+        for dtype in ("float32", "bfloat16")
+    ),
+    ("chunks, 3-D", chunks, {"rows": 70, "width": 5, "chunks": 6, "is_3d": True}),
+    ("chunks, 2-D", chunks, {"rows": 33, "width": 5, "chunks": 6}),
+    ("dense, biased", dense, {"biased": True}),
+    ("dense, transposed", dense, {"biased": True, "transposed": True, "dtype": "bfloat16"}),
+    ("dense, to float32", dense, {"dtype": "bfloat16", "result": np.dtype("float32")}),
+    *(
+        (f"ids, {name}", by_ids, {"sizes": Sizes(12, 2, 4), "width": 5} | settings)
+        for name, settings in _IDS.items()
+    ),
+    *((f"router, {name}", route, {"tokens": 20} | of) for name, of in _ROUTERS.items()),
+)
 NAMED: dict[str, functools.partial[Case]] = {
     f"TransformerEngine's {op.__name__}{name}": functools.partial(op, **_ORDINARY | settings)
     for op in (dispatch, combine)
     for name, settings in _SETTINGS.items()
 } | {
     f"TransformerEngine's {name}": functools.partial(op, **settings)
-    for name, op, settings in (
-        ("selected experts, 2", select, _ORDINARY | {"top_k": 2}),
-        ("selected experts, all", select, _ORDINARY | {"is_3d": True, "map_dtype": "int32"}),
-        ("selected experts, floats", select, _ORDINARY | {"top_k": 2, "map_dtype": "float32"}),
-        *(
-            (f"loss, {dtype}", aux_loss, {"tokens": 20, "experts": 6, "dtype": dtype})
-            for dtype in ("float32", "bfloat16")
-        ),
-        ("chunks, 3-D", chunks, {"rows": 70, "width": 5, "chunks": 6, "is_3d": True}),
-        ("chunks, 2-D", chunks, {"rows": 33, "width": 5, "chunks": 6}),
-        ("dense, biased", dense, {"biased": True}),
-        ("dense, transposed", dense, {"biased": True, "transposed": True, "dtype": "bfloat16"}),
-        ("dense, to float32", dense, {"dtype": "bfloat16", "result": np.dtype("float32")}),
-        *(
-            (f"ids, {name}", by_ids, {"sizes": Sizes(12, 2, 4), "width": 5} | settings)
-            for name, settings in _IDS.items()
-        ),
-        *((f"router, {name}", route, {"tokens": 20} | of) for name, of in _ROUTERS.items()),
-    )
+    for name, op, settings in _OTHERS
 }
 # Maps as wide as the experts, of which tokens have a few.
 LARGE: dict[str, functools.partial[Case]] = {

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.moe.router.case import scores_of
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe import transformer_engine as te
@@ -57,24 +56,6 @@ def test_order_of_arguments_and_results():
     assert tokens_per_expert.tolist() == [2, 0, 2]
     combined = jax.jit(te.token_combine)(output, row_id_map, mask * 0.5, pad_offsets)
     assert combined[:, 0].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("score", [te.ScoreFunction.SOFTMAX, "sigmoid"])
-def test_the_auxiliary_loss(score):
-    """Of the scores of all experts, whatever the other arguments say."""
-    logits = np.random.default_rng(3).standard_normal((20, 16), np.float32)
-    scores, chosen = te.fused_topk_with_score_function(
-        logits, 4, True, 4, 2, 3.0, score, None, True
-    )
-    name = "sigmoid" if score == "sigmoid" else "softmax"
-    expected = scores_of(logits, name)
-    expected /= expected.sum(1, keepdims=True)
-    counts = np.asarray(chosen).sum(0)
-    loss = jax.jit(te.fused_moe_aux_loss, static_argnums=(2, 3))(scores, counts, 4, 0.01)
-    total = (expected.sum(0) * counts).sum() * 16 * 0.01 / (4 * 20**2)
-    np.testing.assert_allclose(loss, total, rtol=1e-5)
-    same = 0.01 * jax.jit(functools.partial(moe.load_balancing_loss, score=name))(logits, counts)
-    np.testing.assert_allclose(loss, same, rtol=1e-5)
 
 
 def test_an_unused_map_costs_nothing():
