@@ -897,8 +897,3 @@ def test_strides_from_shape():
     assert triax.strides_from_shape((2, 3, 4)) == (12, 4, 1)
     assert triax.strides_from_shape((5, 0, 4)) == (0, 4, 1)
     assert triax.strides_from_shape(()) == ()
-
-
-def test_type_errors_are_type_errors():
-    assert issubclass(ArgumentTypeError, TypeError)
-    assert issubclass(ArgumentValueError, ValueError)

@@ -7,8 +7,12 @@ imaginary CUDA driver under the real worker process.
 import functools
 import sys
 
+import numpy as np
 import pytest
 
+import triax
+from tests import kernels
+from tests.cases import blockwise
 from tests.tuning import fake_driver
 from triax.devices import Device
 from triax.tuning import measure, packages, policy
@@ -16,6 +20,18 @@ from triax.tuning.store import Timing
 from triax.tuning.worker import client
 
 DEVICE = Device(0, "Imaginary GPU")
+X = np.arange(1003, dtype=np.float32)
+
+
+def add(x, y, kernel=kernels.autotuned_add_kernel, **options):
+    return blockwise(kernel, x, y, **options)
+
+
+def explain(mode="auto", x=X, **options):
+    """The one call of a sum in a tuning mode."""
+    with triax.tuning_mode(mode):
+        (call,) = triax.explain(lambda x: add(x, x, **options), x)
+    return call
 
 
 class FakeMeasurer:

@@ -14,9 +14,9 @@ import triton.language as tl
 
 import triax
 from tests import kernels
-from tests.cases import autotuned_accumulate, blockwise, gather
+from tests.cases import autotuned_accumulate, gather
 from tests.primitives import add_in_blocks
-from tests.tuning.conftest import DEVICE
+from tests.tuning.conftest import DEVICE, X, add, explain
 from triax.binding.launch import ArrayType
 from triax.compat import versions
 from triax.compiling import compiler, threads
@@ -35,22 +35,11 @@ from triax.tuning.worker import messages
 
 pytestmark = pytest.mark.cuda_plugin
 
-X = np.arange(1003, dtype=np.float32)
 LABELS = (
     "BLOCK=64, num_warps=1, num_stages=3, num_ctas=1",
     "BLOCK=256, num_warps=2, num_stages=3, num_ctas=1",
     "BLOCK=1024, num_warps=4, num_stages=3, num_ctas=1",
 )
-
-
-def add(x, y, kernel=kernels.autotuned_add_kernel, **options):
-    return blockwise(kernel, x, y, **options)
-
-
-def explain(mode="auto", x=X, **options):
-    with triax.tuning_mode(mode):
-        (call,) = triax.explain(lambda x: add(x, x, **options), x)
-    return call
 
 
 def fastest(label):

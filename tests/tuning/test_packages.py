@@ -6,13 +6,10 @@ import os
 import re
 import sys
 
-import numpy as np
 import pytest
 import triton
 
-import triax
-from tests import kernels
-from tests.cases import blockwise
+from tests.tuning.conftest import explain
 from tests.tuning.records import key, record
 from triax import cli
 from triax.errors import TuningError
@@ -143,9 +140,7 @@ def test_links_do_not_lead_out_of_a_package(install, tmp_path, caplog, capsys):
 @pytest.mark.parametrize("place", ["package norms", "store", "user store"])
 def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, caplog, place):
     """They are used where nothing is measured, else measured anew; every message says why."""
-    x = np.zeros(1003, np.float32)
     measurer.times = lambda label: 0.5 if "BLOCK=256" in label else 1.0
-    explain = lambda: triax.explain(lambda x: blockwise(kernels.autotuned_add_kernel, x, x), x)
     explain()
     (kept,) = [found for _, found in store.user_store().records()]
     store.user_store().path(kept.key).unlink()
@@ -158,16 +153,15 @@ def test_configs_of_another_triton(install, measurer, monkeypatch, tmp_path, cap
         monkeypatch.setenv("TRIAX_CACHE_PATH", str(folder))
     where = f"{place} {folder}" if place == "store" else place
     known = f"known for Triton 3.5.7, this is {triton.__version__} ({where})"
-    with triax.tuning_mode("strict"), pytest.raises(TuningError, match=re.escape(f"is {known}.")):
-        explain()
-    with triax.tuning_mode("cached"):
-        (call,) = explain()
+    with pytest.raises(TuningError, match=re.escape(f"is {known}.")):
+        explain("strict")
+    call = explain("cached")
     assert "BLOCK=256" in kept.config
     assert call.config[0].startswith("BLOCK=256, ")
     assert call.source == f"nearest known config ({where})"
     assert f"; using [{kept.config}], the best of the nearest record, {known}" in caplog.text
     caplog.clear()
-    (call,) = explain()
+    call = explain()
     assert call.source == "measured now"
     assert caplog.messages == [f"kernels are measured anew, because their configs are {known}"]
 

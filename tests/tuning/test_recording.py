@@ -2,23 +2,13 @@
 
 import threading
 
-import numpy as np
 import pytest
 
 import triax
-from tests import kernels
-from tests.cases import blockwise
-from tests.tuning.conftest import DEVICE
+from tests.tuning.conftest import DEVICE, X, explain
 from triax.tuning import policy, store
 
-X = np.zeros(1003, np.float32)
 LABEL = "BLOCK=256, num_warps=2, num_stages=3, num_ctas=1"
-
-
-def explain(mode="auto", x=X):
-    with triax.tuning_mode(mode):
-        (call,) = triax.explain(lambda x: blockwise(kernels.autotuned_add_kernel, x, x), x)
-    return call
 
 
 @pytest.fixture

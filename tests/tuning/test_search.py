@@ -5,13 +5,9 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import triax
-from tests import kernels
-from tests.cases import blockwise
-from tests.tuning.conftest import DEVICE
+from tests.tuning.conftest import DEVICE, explain
 from triax.compiling import compiler
 from triax.errors import ArgumentTypeError
 from triax.tuning import measure, policy, store
@@ -26,12 +22,6 @@ GRIDS = (16, 4, 1)  # of the three configs
 def gpu(driver, monkeypatch):
     monkeypatch.setattr("triax.devices.for_tuning", lambda *_: DEVICE)
     return driver
-
-
-def explain(size=1003, **options):
-    add = lambda x: blockwise(kernels.autotuned_add_kernel, x, x, **options)
-    (call,) = triax.explain(add, np.zeros(size, np.float32))
-    return call
 
 
 @pytest.mark.sampled(1, 2)
