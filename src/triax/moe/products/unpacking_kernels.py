@@ -15,6 +15,9 @@ _UP = tl.constexpr(2.0**119)
 _DOWN = tl.constexpr(2.0**-119)
 # An e2m1 number's bits, moved to their places in bfloat16, are 2**-126 times the number.
 _UP_E2M1 = tl.constexpr(2.0**126)
+# Either half of a word, twice, as the halves of another. Instructions on pairs take them for free.
+_LOW_TWICE = tl.constexpr("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}")
+_HIGH_TWICE = tl.constexpr("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}")
 _ALL = tl.constexpr(1 << 30)  # exceeds any depth: one block covers the whole depth
 _POWER_DEPTH = tl.constexpr(32)  # divides the depth of every block with a power-of-two scale
 
@@ -241,6 +244,13 @@ def _e4m3_at_once(words, base):
 
 
 @triton.jit
+def _move(words, ASSEMBLY: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _each_e4m3(pairs):
     """Returns words with 2**119 times each of two e4m3 numbers, twice: [..., 2].
 
@@ -248,23 +258,7 @@ def _each_e4m3(pairs):
     """
     pairs = _times(pairs, tl.full([1], 0x7F007F00, tl.int32))  # 2**127
     pairs = _times(pairs, tl.full([1], 0x77807780, tl.int32))  # 2**112
-    low = tl.inline_asm_elementwise(
-        "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}",
-        "=r,r",
-        [pairs],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    high = tl.inline_asm_elementwise(
-        "{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}",
-        "=r,r",
-        [pairs],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return tl.join(low, high)
+    return tl.join(_move(pairs, _LOW_TWICE), _move(pairs, _HIGH_TWICE))
 
 
 @triton.jit
