@@ -95,10 +95,10 @@ def last_weight_unscaled(original, *args, **options):
 @pytest.mark.parametrize(
     ("op", "name", "fault", "where"),
     [
-        ("plain", "ragged_dot", two_units_off, "out"),
-        ("plain", "ragged_dot", nan_leaks, "out"),
-        ("plain", "ragged_dot", gradient_without_a_row, "d_"),
-        ("plain", "ragged_dot", first_expert_alone, ""),
+        ("ragged_dot", "ragged_dot", two_units_off, "out"),
+        ("ragged_dot", "ragged_dot", nan_leaks, "out"),
+        ("ragged_dot", "ragged_dot", gradient_without_a_row, "d_"),
+        ("ragged_dot", "ragged_dot", first_expert_alone, ""),
         ("scaled", "ragged_dot", first_expert_alone, "out"),
         ("permute", "permute", rows_swapped, "rows"),
         ("unpermute", "unpermute", two_units_off, ""),
@@ -140,7 +140,7 @@ def test_other_bits_in_a_second_run_are_found(monkeypatch):
         return runs[-1]
 
     monkeypatch.setattr(Case, "run", run)
-    _, done, failure = many.run(many.Job("xla", 5, first_of("plain"), 3, repeat=True))
+    _, done, failure = many.run(many.Job("xla", 5, first_of("ragged_dot"), 3, repeat=True))
     assert done.wrong == 1
     assert "other bits" in failure.text
 

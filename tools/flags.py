@@ -67,7 +67,7 @@ SETTINGS = {
     ),
 }
 # Processes of the files that take longest.
-WORKERS = {"test_eight_bits": 3, "test_forms": 15}
+WORKERS = {"test_cases": 4, "test_forms": 15}
 # Tests of speed, which want the machine for themselves.
 ALONE = (
     *("test_times", "test_warm_start_measures_nothing", "test_nearly_as_fast_as_with_top_k"),

@@ -6,26 +6,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tests.fuzz import products, quantizing, scaled
 from tests.moe import draws
 from tests.moe.bounds import exact, matmul, rounded
 from tests.moe.case import Arrays, Case
 from tests.moe.draws import Rng
+from tests.moe.products.case import ragged_dot, zeros
+from tests.moe.products.outer_case import quantized_outer
+from tests.moe.products.scaled_case import scaled
 from triax import moe
-
-_BF16 = np.dtype(jnp.bfloat16)
 
 
 def unaligned_groups(path: str) -> list[Case]:
     """A gradient of weights that was wrong unless groups began at multiples of 64 rows:
     https://github.com/marin-community/marin/issues/8339"""
     given = ((40, 104, 56), (8, 32, 160), (64, 128, 8))
-    return [products.dense(path, (200, 32, 48, 3), _BF16, given=given)]
+    return [ragged_dot(path, (200, 32, 48, 3), "bfloat16", given=given)]
 
 
 def one_expert(path: str) -> list[Case]:
@@ -33,7 +32,7 @@ def one_expert(path: str) -> list[Case]:
     shape = (96, 64, 48, 4)
     given = ((24, 24, 24, 24), (30, 20, 22, 24))
     return [
-        scaled.scaled_of(path, shape, kind, row_kind="float8_e4m3fn", given=given)
+        scaled(path, shape, kind, row_kind="float8_e4m3fn", given=given)
         for kind in ("float8_e4m3fn", "float8_e5m2")
     ]
 
@@ -42,23 +41,22 @@ def wide_tiles(path: str) -> list[Case]:
     """160 columns, for which tiles of 256 were taken, which were wrong on one GPU:
     https://github.com/marin-community/marin/issues/7484"""
     given = ((256, 256), (257, 255))
-    return [products.dense(path, (512, 64, 160, 2), _BF16, given=given)]
+    return [ragged_dot(path, (512, 64, 160, 2), "bfloat16", given=given)]
 
 
 def race(path: str) -> list[Case]:
     """A gradient of weights in 8 bits that differed from run to run where an expert had 128 rows
     and a column was all zeros: https://github.com/deepseek-ai/DeepGEMM/issues/365"""
-    kinds = ["float8_e4m3fn", "float8_e5m2"]
     most = 512 if path == "triton" else 48
     shape = (768, most, most, 4)
-    return [quantizing.outer_of(path, shape, _BF16, kinds, ((256, 128, 128, 256),))]
+    return [quantized_outer(path, shape, dtype="bfloat16", given=((256, 128, 128, 256),))]
 
 
 def empty_groups(path: str) -> list[Case]:
     """Gradients that were NaN after an exchange, or a product, with empty groups:
     https://github.com/marin-community/marin/issues/8077 and
     https://github.com/openxla/tokamax/pull/1016"""
-    product = products.dense(path, (16, 64, 32, 4), _BF16, given=((8, 0, 8, 0),))
+    product = ragged_dot(path, (16, 64, 32, 4), "bfloat16", given=((8, 0, 8, 0),))
     return [product, exchange(path, 1, "padded")]
 
 
@@ -110,12 +108,8 @@ def exchange(path: str, devices: int, method: Any, hiding: bool = False) -> Case
 
     def expect(arrays: Arrays, found: Arrays) -> dict[str, Any]:
         x, g, weights, w = (exact(arrays[name]) for name in ("x", "g_out", "weights", "w"))
-        out, d_x, d_weights = (
-            products.zeros(tokens, hidden),
-            products.zeros(tokens, hidden),
-            products.zeros(tokens, 2),
-        )
-        d_w = products.zeros(experts, hidden, hidden)
+        out, d_x, d_weights = zeros(tokens, hidden), zeros(tokens, hidden), zeros(tokens, 2)
+        d_w = zeros(experts, hidden, hidden)
         for token, slot in np.ndindex(tokens, 2):
             expert, weight = arrays["ids"][token, slot], weights[token, slot]
             inner = matmul(x[token : token + 1], w[expert])

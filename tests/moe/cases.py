@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
-
-from tests.fuzz import products, quantizing, scaled
 from tests.moe.activations import case as activations
-from tests.moe.case import Case, ModelSizes, Sized
+from tests.moe.case import Case, Sized
 from tests.moe.chunk_sort import case as chunk_sort
 from tests.moe.draws import Rng
 from tests.moe.layer import case as layer
 from tests.moe.permutation import case as permutation
 from tests.moe.plans import case as plans
+from tests.moe.products import case as products
+from tests.moe.products import glu_case, outer_case, scaled_case, widening_case
 from tests.moe.quantization import case as quantization
 from tests.moe.router import case as router
 from tests.moe.transformer_engine import case as transformer_engine
@@ -26,6 +24,10 @@ NAMED: dict[str, Callable[..., Case]] = {
     **quantization.NAMED,
     **activations.NAMED,
     **products.NAMED,
+    **scaled_case.NAMED,
+    **glu_case.NAMED,
+    **outer_case.NAMED,
+    **widening_case.NAMED,
     **router.NAMED,
     **layer.NAMED,
     **transformer_engine.NAMED,
@@ -63,9 +65,13 @@ UNUSUAL = [
     "TransformerEngine's router, sigmoid, bias",
     "TransformerEngine's chunks, 3-D",
     "TransformerEngine's dense, biased",
+    "ragged_dot, transposed",
+    "ragged_dot, weights in tiles",
+    "ragged_dot, 8 bits",
 ]
 # Whose kernels take the interpreter long.
 SLOW = {*layer.NAMED, *transformer_engine.NAMED} - {*layer.QUICK, *transformer_engine.QUICK}
+SLOW |= {*scaled_case.SLOW, *widening_case.SLOW}
 # For a GPU: the interpreter would take too long.
 LARGE: dict[str, Callable[..., Case]] = {
     **plans.LARGE,
@@ -73,13 +79,18 @@ LARGE: dict[str, Callable[..., Case]] = {
     **chunk_sort.LARGE,
     **quantization.LARGE,
     **activations.LARGE,
+    **products.LARGE,
+    **scaled_case.LARGE,
+    **glu_case.LARGE,
+    **outer_case.LARGE,
     **router.LARGE,
     **layer.LARGE,
     **transformer_engine.LARGE,
 }
 RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
-    *products.OPS,
-    *scaled.OPS,
+    *products.RANDOM,
+    *scaled_case.RANDOM,
+    *outer_case.RANDOM,
     *plans.RANDOM,
     *permutation.RANDOM,
     *chunk_sort.RANDOM,
@@ -87,27 +98,7 @@ RANDOM: tuple[Callable[[Rng, str], Case], ...] = (
     *activations.RANDOM,
     *layer.RANDOM,
     *router.RANDOM,
-    *quantizing.OPS,
 )
-
-
-def _product(**settings: Any) -> Sized:
-    def made(path: Any, of: ModelSizes) -> Case:
-        shape = (of.rows, of.hidden, of.width, of.experts)
-        return products.dense(path, shape, np.dtype(of.dtype), **settings)
-
-    return made
-
-
-def _scaled(kind: str, row_kind: str | None = None, **settings: Any) -> Sized:
-    def made(path: Any, of: ModelSizes) -> Case:
-        deep = of.hidden + -of.hidden % 64 if "block" in settings else of.hidden
-        wide = of.width + -of.width % 64 if settings.get("tiled") else of.width
-        shape = (of.rows, deep, wide, of.experts)
-        dtype = np.dtype(of.dtype)
-        return scaled.scaled_of(path, shape, kind, row_kind=row_kind, dtype=dtype, **settings)
-
-    return made
 
 
 # Of the sizes of a layer.
@@ -117,24 +108,9 @@ SIZED: dict[str, Sized] = {
     **chunk_sort.SIZED,
     **quantization.SIZED,
     **activations.SIZED,
+    **products.SIZED,
+    **scaled_case.SIZED,
     **router.SIZED,
     **transformer_engine.SIZED,
-    "ragged_dot": _product(),
-    "ragged_dot, transposed": _product(transposed=True),
-    "ragged_dot, a bias": _product(biased=True, weighted=True),
-    "ragged_dot, float32": _product(result=np.dtype("float32")),
-    "ragged_dot, 8 bits": _scaled("float8_e4m3fn", "float8_e4m3fn"),
-    "ragged_dot, 8-bit weights": _scaled("float8_e4m3fn"),
-    "ragged_dot, int4": _scaled("int4", block=(32, 1), with_zeros=True),
-    "ragged_dot, MXFP4 in tiles": _scaled(
-        "float4_e2m1fn", block=(32, 1), scale_dtype="float8_e8m0fnu", tiled=True
-    ),
-    "ragged_dot, NVFP4 in tiles": _scaled(
-        "float4_e2m1fn",
-        block=(16, 1),
-        scale_dtype="float8_e4m3fn",
-        with_global_scales=True,
-        tiled=True,
-    ),
     **layer.SIZED,
 }

@@ -9,7 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tests.fuzz.products import FLOATS, dot, group_sum, outer, put, swapped, with_bias
 from tests.moe import draws
 from tests.moe.activations.case import (
     ACTIVATIONS,
@@ -24,6 +23,7 @@ from tests.moe.case import Arrays, Case, ModelSizes, Sized
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import back, move, summed
 from tests.moe.plans.case import plan_of, spans
+from tests.moe.products.case import FLOATS, dot, group_sum, outer, put, swapped, with_bias
 from tests.moe.quantization.case import array_of, quantized
 from tests.moe.router import case as routing
 from triax.moe.layer import ops, products

@@ -1,8 +1,6 @@
-"""Products and their gradients where one size is cut over two devices, as on one device."""
+"""Sums over shards for the gradients of a bias; all else is in tests/moe/test_sharding.py."""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,56 +9,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.moe.products.case import ragged_dot
 from triax import moe
-from triax.testing import assert_close
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-
-ROWS, DEPTH, COLUMNS, GROUPS = 16, 6, 4, 3
-# What is cut of rows, weights, bias and the rows' weights.
-CUTS = {
-    "rows": (P("x"), P(), P(), P("x")),
-    "depth": (P(None, "x"), P(None, "x"), P(), P()),
-    "columns": (P(), P(None, None, "x"), P(None, "x"), P()),
-}
-
-
-@functools.cache
-def drawn():
-    rng = np.random.default_rng(0)
-    shapes = (ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), (GROUPS, COLUMNS), (ROWS,)
-    return [rng.standard_normal(shape, np.float32) for shape in shapes]
-
-
-def loss(x, w, bias, each, *, sizes, weighted, **how):
-    biases = {"bias": bias, "bias_weights": each} if weighted else {"bias": bias}
-    out = moe.ragged_dot(x, w, sizes, **biases, **how)
-    return jnp.sum(jnp.sin(out)), out
-
-
-@pytest.mark.sampled(0, 2)
-@pytest.mark.parametrize(
-    ("cut", "weighted", "kind"),
-    [
-        *((cut, weighted, AxisType.Explicit) for cut in CUTS for weighted in (True, False)),
-        ("depth", False, AxisType.Auto),
-    ],
-    ids=str,
-)
-def test_products_with_a_bias(cut, weighted, kind):
-    mesh = jax.make_mesh((2,), ("x",), (kind,), devices=jax.devices()[:2])
-    sizes = np.array([5, 0, 9], np.int32)
-    run = functools.partial(loss, sizes=sizes, weighted=weighted)
-    run = jax.jit(jax.grad(run, (0, 1, 2, 3) if weighted else (0, 1, 2), has_aux=True))
-    expected = run(*drawn())
-    arrays = [
-        jax.device_put(a, NamedSharding(mesh, spec))
-        for a, spec in zip(drawn(), CUTS[cut], strict=True)
-    ]
-    with jax.set_mesh(mesh):
-        found = run(*arrays)
-    for got, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert_close(got, wanted, terms=ROWS)
 
 
 @pytest.mark.sampled(2, 2)
@@ -79,8 +31,10 @@ def test_sums_for_a_bias_are_rounded_once(cut, kind):
         return jax.vjp(product, w, bias, each)[1](gradient)[1:]
 
     arrays = ones, ones[None], bias, ones[0], gradient
-    of_result = P("x") if cut == "rows" else P(None, "x")
-    specs = *CUTS[cut], of_result
+    specs = {
+        "rows": (P("x"), P(), P(), P("x"), P("x")),
+        "columns": (P(), P(None, None, "x"), P(None, "x"), P(), P(None, "x")),
+    }[cut]
     with jax.set_mesh(mesh):
         placed = [
             jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)
@@ -89,12 +43,20 @@ def test_sums_for_a_bias_are_rounded_once(cut, kind):
     np.testing.assert_array_equal(d_bias if cut == "rows" else d_each, 262)
 
 
-def test_some_groups_of_rows_that_are_cut():
-    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    sizes = np.array([3, 2, 4, 5, 1], np.int32)
-    x, w, *_ = drawn()
-    run = jax.jit(lambda x, w: moe.ragged_dot(x, w, sizes, group_offset=1))
+@pytest.mark.sampled(1, 2)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_some_groups_of_sharded_rows(axis, kind):
+    case = ragged_dot(None, (16, 6, 4, 2), given=((3, 2, 4, 5, 1),), others=3)
+    arrays = case.inputs(0) | {"group_offset": np.int32(1)}
+    arrays["rows"], arrays["g_out"] = np.ones((16, 6), "f"), np.ones((16, 4), "f")
+    mesh = jax.make_mesh((2,), ("x",), (kind,), devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
-        rows = jax.device_put(x, NamedSharding(mesh, P("x")))
-        found = run(rows, jax.device_put(w, NamedSharding(mesh, P())))
-    assert_close(found, run(x, w), terms=DEPTH)
+        by_rows, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+        of = {"rows": by_rows, "g_out": by_rows}
+        if axis:
+            of = {"rows": NamedSharding(mesh, P(None, "x"))}
+        placed = {name: jax.device_put(a, of.get(name, whole)) for name, a in arrays.items()}
+        found = jax.device_get(jax.jit(case.everything)(placed))
+    flat = {name: a for part in found.values() for name, a in part.items()}
+    assert case.judge(arrays, flat) is None

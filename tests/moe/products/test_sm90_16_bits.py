@@ -15,14 +15,13 @@ from jax.sharding import PartitionSpec as P
 from tests.moe.products.test_programs import kernels
 from triax import moe
 from triax.compat import jax_private, versions
-from triax.moe.activations import ops as of_glu
 from triax.moe.activations import options as activations
 from triax.moe.products import ops, sm90_16_bits
 from triax.moe.products.operands import Parts
 from triax.moe.products.options import Groups, Options
 from triax.moe.products.product import RaggedDot
 from triax.moe.shared.target import Target
-from triax.testing import assert_close, assert_same_bits
+from triax.testing import assert_close
 
 HALF = "bfloat16"
 HOPPER = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
@@ -154,82 +153,20 @@ def test_what_suits(monkeypatch):
     assert not suits()
 
 
-def draw(transposed, weighted, biased=False):
+def draw(transposed):
     rng = np.random.default_rng(0)
     normal = lambda *sizes: rng.standard_normal(sizes).astype(jnp.dtype(HALF))
     weights = normal(3, 12, 16) if transposed else normal(3, 16, 12)
     # Rows of no group behind the last one.
-    row_weights = rng.standard_normal(20).astype(np.float32) if weighted else None
-    bias = normal(3, 12) if biased else None
+    row_weights, bias = rng.standard_normal(20).astype(np.float32), normal(3, 12)
     return normal(20, 16), weights, Groups(jnp.array([7, 0, 9], jnp.int32)), bias, row_weights
-
-
-@pytest.mark.sampled(1, 4)
-@pytest.mark.parametrize("implementation", ["interpret", "xla"])
-@pytest.mark.parametrize(
-    ("transposed", "weighted", "activation", "interleaved"),
-    [
-        (False, True, "swiglu", True),
-        (True, False, moe.Swiglu(1.702, 1.0, 1.0), False),
-        (False, False, "relu2", False),
-    ],
-)
-@pytest.mark.parametrize("biased", [False, True])
-def test_both_results_and_the_gradients(
-    transposed, weighted, activation, interleaved, biased, implementation
-):
-    """Those of a product, and of `glu`, which has no gradient here."""
-    spec, _ = activations.resolve(activation, interleaved)
-    rows, weights, groups, bias, row_weights = draw(transposed, weighted, biased)
-    options = {"transposed": transposed, "options": Options(jnp.dtype(HALF), None)}
-    how = {"implementation": implementation}
-
-    def both(rows, weights, bias=None):
-        operands = rows, weights, groups, bias, row_weights
-        return ops.ragged_dot_glu(*operands, spec=spec, **options, **how)
-
-    def apart(rows, weights, bias=None):
-        gate_up = ops.ragged_dot(rows, weights, groups, bias, None, **options, **how)
-        out = of_glu.glu(gate_up, None, row_weights, spec=spec, **how)
-        return gate_up, jax.lax.stop_gradient(out)
-
-    def run(function, gradient, *operands):
-        out, pull = jax.vjp(function, *operands)
-        moved = jax.jvp(function, operands, tuple(weights.sum() + of for of in operands))[1]
-        return out, pull((gradient, jnp.ones_like(out[1]))), moved
-
-    operands = (rows, weights, bias) if biased else (rows, weights)
-    gradient = np.random.default_rng(1).standard_normal((20, 12)).astype(jnp.dtype(HALF))
-    found, wanted = (
-        jax.jit(run, static_argnums=0)(function, gradient, *operands) for function in (both, apart)
-    )
-    assert np.any(wanted[0][1])
-    assert not np.any(wanted[2][1])
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert_same_bits(a, b)
-
-
-def test_the_gradient_of_a_bias_alone():
-    spec, _ = activations.resolve("swiglu")
-    rows, weights, groups, bias, row_weights = draw(False, True, True)
-    options = {"transposed": False, "options": Options(jnp.dtype(HALF), None), "spec": spec}
-
-    def gate_up(bias):
-        operands = rows, weights, groups, bias, row_weights
-        return ops.ragged_dot_glu(*operands, implementation="xla", **options)[0]
-
-    gradient = jnp.cos(jnp.arange(20 * 12.0)).reshape(20, 12).astype(HALF)
-    (found,) = jax.vjp(gate_up, bias)[1](gradient)
-    exact = np.asarray(gradient, np.float64)
-    wanted = np.stack([exact[:7].sum(0), np.zeros(12), exact[7:16].sum(0)])
-    assert_close(found, wanted, terms=9)
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 def test_rows_cut_over_devices():
     """Each device has the groups of its rows."""
     spec, _ = activations.resolve("swiglu")
-    rows, weights, groups, bias, row_weights = draw(False, True, True)
+    rows, weights, groups, bias, row_weights = draw(False)
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     cut = lambda array, *axes: jax.device_put(
         array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
@@ -255,7 +192,7 @@ def test_rows_cut_over_devices():
 def test_weights_cut_over_devices_stay_there(transposed, cut, kind):
     """Results travel, which are smaller: few rows are multiplied by many weights."""
     spec, _ = activations.resolve("swiglu")
-    rows, weights, groups, bias, row_weights = draw(transposed, True, True)
+    rows, weights, groups, bias, row_weights = draw(transposed)
     axes = {"columns": (None, ("a", "b")), "depth": (("a", "b"), None), "both": ("a", "b")}[cut]
     places = [P(None, axes[0]), P(None, *(axes[::-1] if transposed else axes))]
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices()[:4])

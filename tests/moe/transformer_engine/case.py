@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.fuzz import products
 from tests.moe import draws
 from tests.moe.bounds import U32, Array, Near, Some, exact, rounded
 from tests.moe.case import Arrays, Case, ModelSizes, Sized
@@ -21,6 +20,7 @@ from tests.moe.chunk_sort.case import sort_chunks
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import back, move, summed, weighted_sums
 from tests.moe.plans.case import Sizes, plan_of, sizes_of
+from tests.moe.products.case import ragged_dot
 from tests.moe.router.case import Spec, harden
 from triax.moe import transformer_engine as te
 
@@ -384,7 +384,7 @@ def aux_loss(path: str, tokens: int, experts: int, dtype: Any = "float32") -> Ca
 
 def dense(path: str, dtype: Any = "float32", **settings: Any) -> Case:
     """`ragged_dot` by another name; the default precision of it is another, too."""
-    of = products.dense(path, (31, 24, 10, 4), np.dtype(dtype), **settings)
+    of = ragged_dot(path, (31, 24, 10, 4), dtype, **settings)
     call = of.call.replace("moe.ragged_dot(", "te.grouped_dense(")
     call = call.replace("transpose_weights=True", "contracting_dims=((1,), (2,))")
     call = call.replace("implementation=", "precision='highest', implementation=")
@@ -444,9 +444,9 @@ _OTHERS: tuple[tuple[str, Callable[..., Case], dict[str, Any]], ...] = (
     ),
     ("chunks, 3-D", chunks, {"rows": 70, "width": 5, "chunks": 6, "is_3d": True}),
     ("chunks, 2-D", chunks, {"rows": 33, "width": 5, "chunks": 6}),
-    ("dense, biased", dense, {"biased": True}),
-    ("dense, transposed", dense, {"biased": True, "transposed": True, "dtype": "bfloat16"}),
-    ("dense, to float32", dense, {"dtype": "bfloat16", "result": np.dtype("float32")}),
+    ("dense, biased", dense, {"bias": "float32"}),
+    ("dense, transposed", dense, {"bias": "float32", "transposed": True, "dtype": "bfloat16"}),
+    ("dense, to float32", dense, {"dtype": "bfloat16", "result": "float32"}),
     *(
         (f"ids, {name}", by_ids, {"sizes": Sizes(12, 2, 4), "width": 5} | settings)
         for name, settings in _IDS.items()
