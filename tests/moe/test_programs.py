@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
 
 import triax
 from tests.moe.cases import NAMED, ORDINARY
 from tests.moe.plans.case import Sizes
-from triax import moe
 from triax.emitting import reading
 from triax.errors import UnsupportedError
-from triax.moe import transformer_engine as te
 
 OPS = {name: NAMED[name] for name in ORDINARY}
 WITH_KERNELS = [name for name in OPS if OPS[name](None).kernels]
@@ -151,54 +147,3 @@ def test_new_sizes_compile_nothing(name):
     for sizes in after:
         run.trace(types(*sizes)).lower(lowering_platforms=("cuda",))
     assert compiler.compile_count() == count
-
-
-# --- strict modes --------------------------------------------------------------------------------
-
-
-def masks(x, mask, path):
-    """Masks of bools and of floats, and what else takes no part in a layer above."""
-    plan = moe.make_plan_from_mask(mask, 2, capacity=5, align_size=4, implementation=path)
-    rows = moe.permute(x, plan, scales=x.astype(jnp.float8_e4m3fn), implementation=path)
-    out = moe.unpermute(rows.rows, plan, implementation=path)
-    balance = moe.load_balancing_loss(x, plan.group_counts, score="sigmoid")
-    there, _, row_id_map, *_ = te.token_dispatch(x, mask.astype(jnp.int32), plan.num_rows)
-    back = te.token_combine(there, row_id_map, merging_probs=jnp.abs(x))
-    return out + back + (balance + moe.router_z_loss(x)).astype(x.dtype)
-
-
-def exchanged(x, ids, path):
-    """There and back between two devices, by tokens and by choices."""
-    if jax.device_count() < 2:
-        pytest.skip("needs two devices")
-
-    def run(x, ids):
-        total = jnp.zeros_like(x)
-        for options in ({"capacity": 4}, {"exchange": "ragged"}, {"scheme": "choice"}):
-            sent = moe.dispatch(x, x[:, :2], ids, 4, "d", implementation=path, **options)
-            total += moe.combine(sent.rows, sent.plan, weights=sent.weights, implementation=path)
-        return total
-
-    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
-    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)(x, ids)
-
-
-FLOATS = [name for name in OPS if OPS[name](None).gradients]
-OTHERS = {masks.__name__: masks, exchanged.__name__: exchanged}
-
-
-@pytest.mark.sampled(2, 5)
-@pytest.mark.parametrize("path", ["interpret", None])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*FLOATS, *OTHERS])
-def test_jaxs_strict_modes(name, dtype, path):
-    """No op relies on JAX to promote dtypes or ranks, in either way or on any platform."""
-    if name in OTHERS:
-        x = np.random.default_rng(0).standard_normal((16, 4)).astype(jnp.dtype(dtype))
-        loss = lambda x, other: jnp.sum(OTHERS[name](x, other, path) ** 2)
-        run, args = jax.grad(loss), (x, x > 0 if name == "masks" else np.zeros((16, 2), np.int32))
-    else:
-        case = OPS[name](path, dtype=np.dtype(dtype))
-        run, args = case.everything, (case.inputs(0),)
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.jit(run).lower(*jax.tree.map(jnp.asarray, args))

@@ -1,4 +1,4 @@
-"""JAX in its strictest: with 64-bit types, and without promotion of types and ranks.
+"""JAX in its strictest: without promotion of types and ranks, with 64-bit types and without.
 
 Then int32 and int64 do not go together, nor do float32 and float64. Types alone decide that, so ops
 and their gradients are traced, and nothing is run.
@@ -22,14 +22,15 @@ from triax import moe
 from triax.moe.shared import implementation as implementations
 
 
-@pytest.fixture(autouse=True)
-def _strict():
+@pytest.fixture(autouse=True, params=[64, 32], ids=["64 bits", "32 bits"])
+def bits(request):
+    """The widest types."""
     with (
-        jax.enable_x64(True),
+        jax.enable_x64(request.param == 64),
         jax.numpy_dtype_promotion("strict"),
         jax.numpy_rank_promotion("raise"),
     ):
-        yield
+        yield request.param
 
 
 @pytest.fixture(params=["plain JAX", "kernels"])
@@ -45,9 +46,10 @@ def path(request, monkeypatch):
 
 @pytest.mark.sampled(2, 8)
 @pytest.mark.parametrize("name", OPS)
-def test_every_op(path, name):
+def test_every_op(bits, path, name):
     refuses = name.split(",")[0] == "quantize"  # what is wider than float32
-    for dtype in ("bfloat16", *["float64"] * (not refuses)):
+    widest_of_all = "float64" if bits == 64 and not refuses else "float32"
+    for dtype in ("bfloat16", widest_of_all):
         one = Uncut(name, SIZES[0]._replace(dtype=dtype))
         arrays = one.draw(np.random.default_rng(0))
         if dtype == "float64":
@@ -65,11 +67,11 @@ def widest(array):
 
 @pytest.mark.sampled(3, 6)
 @pytest.mark.parametrize("name", layer.NAMED)
-def test_the_layer(path, name):
+def test_the_layer(bits, path, name):
     """Of 64 bits, or with the dtypes that results have without them."""
     case = layer.NAMED[name](None)
     arrays = case.inputs(0)
-    if path == "plain JAX" and not name.startswith("recipe"):
+    if bits == 64 and path == "plain JAX" and not name.startswith("recipe"):
         given = [n for n in arrays if not n.startswith("g_")]
         arrays |= {n: widest(arrays[n]) for n in given if n not in ("logits", "bias")}
         arrays["g_tokens"] = arrays["g_tokens"].astype(arrays["x"].dtype)
@@ -118,3 +120,19 @@ def test_layers_of_other_weights(path, name):
         return jnp.sum(over(*given).astype(jnp.float32))
 
     jax.eval_shape(jax.value_and_grad(loss, (0, 1, 2)), x, logits, weights)
+
+
+@pytest.mark.sampled(2, 3)
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize(
+    "options", [{"capacity": 4}, {"exchange": "ragged"}, {"scheme": "choice"}], ids=str
+)
+def test_the_exchange(path, options):
+    def there_and_back(x, ids):
+        sent = moe.dispatch(x, x[:, :2], ids, 4, "x", **options)
+        return moe.combine(sent.rows, sent.plan, weights=sent.weights)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    over = jax.shard_map(there_and_back, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    x, ids = (jax.ShapeDtypeStruct((16, n), of) for n, of in ((4, "bfloat16"), (2, "int32")))
+    jax.eval_shape(jax.grad(lambda *given: jnp.sum(over(*given).astype(jnp.float32))), x, ids)

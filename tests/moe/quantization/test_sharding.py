@@ -54,17 +54,6 @@ def test_bits_and_what_moves(kind, to, block, transposed, spec, result, gathered
 
 
 @pytest.mark.sampled(1)
-def test_a_cut_batch_moves_nothing(kind):  # noqa: F811
-    batches = draw(8, *SHAPE)
-    function = jax.vmap(functools.partial(quantized, block=(1, None, 1), transposed=True))
-    spec = P(("data", "model"))
-    program, found = compiled(function, mesh_of(kind), [batches], [spec])
-    jax.tree.map(assert_same_bits, found, jax.jit(function)(batches))
-    assert [spec_of(part) for part in found] == [spec, spec]
-    assert collectives(program) == []
-
-
-@pytest.mark.sampled(1)
 def test_there_and_back_on_cut_arrays(kind):  # noqa: F811
     array = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
 
