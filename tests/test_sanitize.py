@@ -13,6 +13,7 @@ import triton
 from tools.sanitize import cases, planted, record, replay, report
 from tools.sanitize.__main__ import sanitize
 
+from tests.moe.cases import NAMED
 from triax.tuning.worker import messages
 
 # As compute-sanitizer prints them, in short.
@@ -79,15 +80,17 @@ def test_long_logs_are_read_at_once():
 
 @pytest.mark.cuda_plugin
 def test_launches_have_the_operands_they_were_made_with(tmp_path):
-    run = functools.partial(cases.activation, "swiglu", "bfloat16")
+    run = functools.partial(cases.named, "glu")
     assert record.record([("activation", run), ("again", run)], tmp_path) == 2
     jobs = pickle.loads((tmp_path / "jobs.pickle").read_bytes())
     assert [report.base_name(job.candidates[0].entry) for _, job in jobs] == ["glu", "glu_grad"]
     (_, job), _ = jobs
     job = replay.located(job, tmp_path)
     gate_up, weights, out = job.buffers
-    assert (gate_up.nbytes, weights.nbytes, out.nbytes) == (53 * 74 * 2, 53 * 4, 53 * 37 * 2)
-    assert Path(weights.path).read_bytes() == bytes(cases.draw(53, dtype="float32").tobytes())
+    assert (gate_up.nbytes, weights.nbytes, out.nbytes) == (7 * 80 * 4, 7 * 4, 7 * 40 * 4)
+    assert (
+        Path(weights.path).read_bytes() == NAMED["glu"]("interpret").inputs(0)["weights"].tobytes()
+    )
     assert out.path is None
     assert job.candidates[0].cubin[:4] == b"\x7fELF"
 
