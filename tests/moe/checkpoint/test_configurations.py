@@ -333,8 +333,14 @@ def test_missing_last_experts(key):
         (gptq, {"quant_method": "gptq", "desc_act": "false"}, "of True, False; got 'false'"),
         (gptq, {"quant_method": "gptq", "sym": 0}, "of True, False; got 0"),
         (gptq, {"quant_method": "gptq", "new": 0}, r'`quantization_config\["new"\]`: unknown'),
-        (gptq, {"quant_method": "gptq", "dynamic": {".*": {"bits": 8}}}, r'\["dynamic"\]`: unkn'),
-        (gptq, {"quant_method": "gptq", "dynamic": {3: {}}}, r'\["dynamic"\]`: unknown'),
+        (gptq, {"quant_method": "gptq", "format": "marlin"}, "'gptq_v2'; got 'marlin'"),
+        (
+            gptq,
+            {"quant_method": "gptq", "format": "gptq", "checkpoint_format": "gptq_v2"},
+            "`checkpoint_format` and `format` .* differ",
+        ),
+        (gptq, {"quant_method": "gptq", "dynamic": [1]}, r'mapping as .*"dynamic"\]`; got'),
+        (packed, {"dynamic": {".*": {}}}, r'"dynamic"\]`: unknown'),
         (packed, {"transform_config": {"config_groups": {}}}, r'\["transform_config"\]`: unknown'),
         (in_8_bits("weight_scale_inv", 32, 32), {"quant_method": "mxfp4"}, "got 'mxfp4'"),
         (in_8_bits("weight_scale_inv", 32, 32), {"num_bits": 4}, "must be one of 8; got 4"),
@@ -465,14 +471,18 @@ KIMI_K2 = {
     "quantization_status": "compressed",
 }
 GPTQ_MODEL = {
+    "act_group_aware": True,
     "bits": 4,
     "checkpoint_format": "gptq",
     "damp_percent": 0.01,
     "desc_act": False,
-    "dynamic": {"-:.*shared_expert.*": {}},
+    "dynamic": {"-:.*shared_expert.*": {}, "+:.*self_attn.*": {"bits": 8}},
+    "format": "gptq",
     "group_size": 32,
     "lm_head": False,
-    "meta": {"quantizer": ["gptqmodel:1.0.0"]},
+    "meta": {"quantizer": ["gptqmodel:5.6.0"]},
+    "method": "gptq",
+    "pack_impl": "cpu",
     "quant_method": "gptq",
     "static_groups": False,
     "sym": False,
@@ -537,6 +547,31 @@ def test_published_quantization(name, published):
     found = read(tensors, {"quantization_config": published})
     wanted = read(tensors, {"quantization_config": FORMATS[name][2]})
     np.testing.assert_array_equal(exactly(found.w_gate_up), exactly(wanted.w_gate_up))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"+:.*experts.*": {"bits": 4, "group_size": 32}}, None),
+        ({".*experts.*": {"group_size": 32}, ".*": {"bits": 8}}, None),
+        ({"+:.*self_attn.*": {"bits": 8}, r"-:.*mlp\.gate$": {}, "experts": {"bits": 8}}, None),
+        ({"-:.*experts.*": {}, ".*": {"bits": 8}}, None),
+        ({".*": {"bits": 8}}, r'"bits"\]` must be one of 4; got 8'),
+        ({r"+:.*\.2\.down_proj": {"group_size": 64}}, r"2\.down_proj.*, as `group_size` says"),
+        ({"+:.*": {"adapter": 1}}, r'"adapter"\]`: unknown beside'),
+        ({".*": {"dynamic": {".*": {}}}}, r'"dynamic"\]`: unknown beside'),
+        ({".*": 8}, r"\[\"dynamic\"\]\['\.\*'\]`; got 8"),
+        ({"+:[": {}}, "A pattern in `quantization_config` is damaged"),
+    ],
+)
+def test_rules_for_layers(rules, message):
+    """GPTQModel's `dynamic`: the first pattern at a name's start counts; all groups are of 32."""
+    tensors, config = layer(gptq), {"quantization_config": GPTQ_MODEL | {"dynamic": rules}}
+    if message is None:
+        read(tensors, config)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            read(tensors, config)
 
 
 def groups_of(*groups, ignore=None):
@@ -646,10 +681,11 @@ def test_configurations_that_are_no_mappings(lie):
             read(tensors, {"quantization_config": {"config_groups": of}})
 
 
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
 @pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
-def test_zeros_of_a_symmetric_checkpoint(checkpoint_format):
+def test_zeros_of_a_symmetric_checkpoint(checkpoint_format, key):
     """They are all 8 and can be left out; others are of a version that is not said."""
-    config = {"quant_method": "gptq", "sym": True, "checkpoint_format": checkpoint_format}
+    config = {"quant_method": "gptq", "sym": True, key: checkpoint_format}
     eights = {"gptq": 0x77777777, "gptq_v2": 0x88888888 - 2**32}
     drawn = layer(gptq)
     symmetric = lambda of: {

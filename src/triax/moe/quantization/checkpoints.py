@@ -240,14 +240,17 @@ def flat(config: Any, module: str = "") -> dict[str, Any]:
     """Returns `quantization_config` with the keys of a linear layer's weights, for `linear`.
 
     Groups of compressed-tensors have targets: names, patterns of names behind "re:", and "Linear"
-    for the rest. Quark has patterns of layers, and the rest.
+    for the rest. Quark has patterns of layers, and the rest. GPTQModel has rules by patterns.
 
     Raises:
-      CheckpointError: it or a group is no mapping, or weights of its groups differ and none of them
-        is for `module`, or several are.
+      CheckpointError: it, a group or a rule is no mapping, or weights of its groups differ and none
+        of them is for `module`, or several are.
     """
     name = "quantization_config"
     config = _mapping(name, config)
+    if config.get("quant_method") == "gptq":
+        rules = _mapping(f'{name}["dynamic"]', config.get("dynamic"))
+        config = {**config, "dynamic": None, **_rule(module, rules)}
     groups: list[tuple[list[str], Mapping[str, Any]]] = []
     ignored = _list(f'{name}["ignore"]', config.get("ignore"))
     of_groups = _mapping(f'{name}["config_groups"]', config.get("config_groups"))
@@ -269,6 +272,19 @@ def flat(config: Any, module: str = "") -> dict[str, Any]:
         groups.append(([target], weight))
     whole = {"format": None} if config.get("format") == "mixed-precision" else {}
     return {**config, **whole, **_of_module(module, groups, ignored)}
+
+
+def _rule(module: str, rules: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what the first of GPTQModel's rules that is for a linear layer changes of its keys.
+
+    What "-:" is before is not quantized, which the layer's tensors tell.
+    """
+    try:
+        first = next((of for of in rules if re.match(re.sub("^[+-]:", "", str(of)), module)), "-:")
+    except re.error as error:
+        raise CheckpointError(f"A pattern in `quantization_config` is damaged: {error}.") from error
+    stem = f'quantization_config["dynamic"][{first!r}]'
+    return {} if str(first).startswith("-:") else _mapping(stem, rules[first])
 
 
 def _of_module(module: str, groups: list[tuple[list[str], Any]], ignored: list[str]) -> Any:
@@ -354,7 +370,12 @@ class Format(NamedTuple):
 
 def _read_gptq(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
     groups = own["g_idx"] if config.get("desc_act") else own.get("g_idx")
-    options: Any = {"v2": config.get("checkpoint_format") == "gptq_v2", "tiles": False}
+    versions = {config.get(key) for key in ("checkpoint_format", "format")} - {None}
+    if len(versions) > 1:
+        raise ArgumentValueError(
+            f"`checkpoint_format` and `format` of `quantization_config` differ.{_FIX}"
+        )
+    options: Any = {"v2": versions == {"gptq_v2"}, "tiles": False}
     options["group_size"] = _integer(config, "group_size")
     made = from_gptq(own["qweight"], own["qzeros"], own["scales"], groups, **options)
     if not config.get("sym"):
@@ -407,6 +428,8 @@ _GPTQ = {
     "desc_act": (True, False),
     "sym": (True, False),
     "checkpoint_format": ("gptq", "gptq_v2"),
+    "format": ("gptq", "gptq_v2"),
+    "method": "gptq",
 }
 _AWQ = {"quant_method": "awq", "bits": 4, "version": ("gemm", "GEMM")}
 _PACKED = {
@@ -501,11 +524,11 @@ KEYS = {
         "modules_to_not_convert",
     ),
     "gptq": (
-        "bits checkpoint_format desc_act dynamic group_size sym",
-        "autoround_version batch_size block_name_to_quantize cache_block_outputs "
+        "bits checkpoint_format desc_act dynamic format group_size method sym",
+        "act_group_aware autoround_version batch_size block_name_to_quantize cache_block_outputs "
         "damp_auto_increment damp_percent dataset exllama_config lm_head max_input_length meta "
         "model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block "
-        "modules_in_block_to_quantize pack_dtype pad_token_id static_groups tokenizer "
+        "modules_in_block_to_quantize pack_dtype pack_impl pad_token_id static_groups tokenizer "
         "true_sequential use_cuda_fp16 use_exllama",
     ),
     "modelopt": (
@@ -565,12 +588,7 @@ def _check_keys(config: Mapping[str, Any], methods: list[str]) -> None:
     known = {key for method in methods for of in KEYS[method] for key in of.split()}
     known |= {"quant_method"}
     unknown = [key for key, value in config.items() if key not in known and value is not None]
-    if config.get("transform_config"):
-        unknown.append("transform_config")
-    dynamic = config.get("dynamic")  # GPTQ's: what begins with "-:" is not quantized
-    is_mapping = isinstance(dynamic, Mapping)
-    if dynamic and not (is_mapping and all(str(of).startswith("-:") for of in dynamic)):
-        unknown.append("dynamic")
+    unknown += [key for key in ("transform_config", "dynamic") if config.get(key)]
     if unknown:
         keys = ", ".join(f'`quantization_config["{key}"]`' for key in dict.fromkeys(unknown))
         raise ArgumentValueError(
