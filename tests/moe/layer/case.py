@@ -23,7 +23,7 @@ from tests.moe.case import Arrays, Case, ModelSizes, Sized
 from tests.moe.draws import Rng, one_of
 from tests.moe.permutation.case import back, move, summed
 from tests.moe.plans.case import plan_of, spans
-from tests.moe.products.case import FLOATS, dot, group_sum, outer, put, swapped, with_bias
+from tests.moe.products.case import FLOATS, dot, group_sum, outer, put, swapped, with_bias, zeros
 from tests.moe.quantization.case import array_of, quantized
 from tests.moe.router import case as routing
 from triax.moe.layer import ops, products
@@ -317,9 +317,7 @@ def product(path: str, recipe: Recipe, transposed: bool = False) -> Case:
         d_bias = group_sum(right, by, groups)
         d_by = dot(right, exact(bias)[:, :, None], groups, U32)[:, 0]
         if recipe.weight_gradient:
-            left, right = (
-                Near(*(np.zeros(of.value.shape) for _ in range(2))) for of in (left, right)
-            )
+            left, right = zeros(num_rows, depth), zeros(num_rows, columns)
             for side, name, to in (
                 (left, "rows", e4m3),
                 (right, "g_out", recipe.gradient_dtype),
