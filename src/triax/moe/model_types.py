@@ -52,7 +52,7 @@ class RouterKeys:
 
     @property
     def read(self) -> set[str]:
-        """The keys that are read, besides `topk_method`, which says whether groups are."""
+        """The keys that are read."""
         keys = {*self.top_k.split(), *self.fixed}
         keys |= {*self.normalized.split()} if self.normalize is None else set()
         keys |= {*self.factor.split()} if self.scaled else set()
@@ -334,7 +334,7 @@ _NOT_OF_ROUTERS = re.compile(
     r"""
     index\w*_topk\w* | num_beam_groups | output_\w+ | top_[kp] | attn_output_gate | n_routed_experts
     | router_(aux_loss_coef|jitter_noise|bias|z_loss_coef) | use_routing_bias | experts_per_token
-    | \w*gate_up\w* | shared_expert_gate\w* | topk_method | top_k_experts | moe_topk | n_groups
+    | \w*gate_up\w* | shared_expert_gate\w* | top_k_experts | moe_topk | n_groups
     | mamba_\w+ | \w*attn_gate | num_attention_groups | need_fp32_gate
     | use_moe_router_bias
     """,
@@ -419,15 +419,17 @@ def routing(config: Any, by_caller: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"The router of `model_type` {name} is no moe.Router: it {router.refused}"
         )
+    beside = _unknown(config, known).get("config", ())
     unknown = [
-        f"`{key}`"
+        key
         for key, value in config.items()
         if isinstance(key, str) and key not in router.read and value not in (None, False)
-        if _OF_ROUTERS.search(key) and not _NOT_OF_ROUTERS.fullmatch(key)
+        if key in beside or (_OF_ROUTERS.search(key) and not _NOT_OF_ROUTERS.fullmatch(key))
     ]
     if unknown:
+        names = ", ".join(f"`{key}`" for key in unknown)
         raise CheckpointError(
-            f"The model's configuration has {', '.join(unknown)}, unknown for `model_type` {name}: "
+            f"The model's configuration has {names}, unknown for `model_type` {name}: "
             f"the router may depend on it. Pass `config` without it if not. {by_hand}"
         )
     for key, values in router.fixed.items():
@@ -534,23 +536,30 @@ def _check_alike(config: Mapping[str, Any], others: Mapping[str, Any], where: st
             )
 
 
-def _check_keys(
-    config: Mapping[str, Any], known: ModelType | None, by_caller: Mapping[str, bool]
-) -> None:
-    """Raises for keys that may matter for experts and that neither the type nor a caller covers."""
+def _unknown(config: Mapping[str, Any], known: ModelType | None) -> dict[str, list[Any]]:
+    """Returns keys in no list that may matter, by the argument that can take their place."""
     fine = _READ | {*_OTHERS.split()}
     fine |= known.read | known.router.read | {*known.others.split()} if known else set()
-    unknown: dict[str, list[str]] = {}
+    unknown: dict[str, list[Any]] = {}
     for key in config:
         is_text = isinstance(key, str)
         if key in fine or (is_text and _ELSEWHERE.fullmatch(key) and not _EXPERTS.search(key)):
             continue
         fits = (name for name, words in _ARGUMENTS.items() if is_text and words.search(key))
-        argument = next(fits, "config")
-        if not by_caller.get(argument):
-            unknown.setdefault(argument, []).append(f"`{key}`")
-    if unknown:
-        keys = {argument: ", ".join(names) for argument, names in unknown.items()}
+        unknown.setdefault(next(fits, "config"), []).append(key)
+    return unknown
+
+
+def _check_keys(
+    config: Mapping[str, Any], known: ModelType | None, by_caller: Mapping[str, bool]
+) -> None:
+    """Raises for keys that may matter for experts and that neither the type nor a caller covers."""
+    keys = {
+        argument: ", ".join(f"`{key}`" for key in unknown)
+        for argument, unknown in _unknown(config, known).items()
+        if not by_caller.get(argument)
+    }
+    if keys:
         remedies = " ".join(
             _WITHOUT.format(names)
             if argument == "config"

@@ -226,7 +226,9 @@ def test_sizes_of_groups_follow_from_their_order(size):
     assert moe.from_gptq(*given, order).block == (size, 1)
     assert moe.from_gptq(*given, order, group_size=size).block == (size, 1)
     for other in (size + 1, -1):
-        with pytest.raises(ArgumentValueError, match=r"in order, .* as `group_size` says"):
+        with pytest.raises(
+            ArgumentValueError, match=rf"`group_size` must be {size}, .*; got {other}"
+        ):
             moe.from_gptq(*given, order, group_size=other)
 
 
@@ -327,6 +329,8 @@ def test_act_order_is_refused(name):
     for index in (shuffled, uneven, shuffled[::-1].copy()):
         with pytest.raises(ArgumentValueError, match=r'g_idx` must be .*without it, .*"Act order"'):
             ORDERED[name](index)
+    with pytest.raises(ArgumentValueError, match="in order, in groups of 16, as `group_size` says"):
+        moe.from_gptq(*gptq(), shuffled, group_size=16)
 
 
 @pytest.mark.parametrize("groups", [0, 3, 5, 65])

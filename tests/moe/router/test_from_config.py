@@ -177,7 +177,10 @@ def test_values_that_the_models_code_does_not_know(model_type, key, value):
         moe.Router.from_config(config_of(model_type) | {key: value})
 
 
-@pytest.mark.parametrize("key", ["n_group", "router_logit_softcapping", "routed_scaling_factor"])
+@pytest.mark.parametrize(
+    "key",
+    ["n_group", "router_logit_softcapping", "routed_scaling_factor", "moe_foo", "topk_method"],
+)
 def test_keys_that_may_change_the_router_are_refused(key):
     """Those of other model types, too."""
     with pytest.raises(CheckpointError, match=f"has `{key}`, unknown for `model_type` 'qwen3_moe'"):

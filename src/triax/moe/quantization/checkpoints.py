@@ -672,13 +672,19 @@ def _int4(
         check_array(of_groups, groups, _INT32 + _INT64, (*lead, 2 * half), "the weights")
         if (groups != -1).any():
             said = ", as `group_size` says" * (size is not None)
-            size = size or int((groups == 0).sum(-1).max(initial=0)) or None
+            first = int((groups == 0).sum(-1).max(initial=0)) or None
+            size, index = size or first, np.arange(2 * half)
             deep = 2 * half if size in (None, -1) else size
-            if (groups != np.arange(2 * half) // deep).any():
+            if (groups != index // deep).any():
+                if first and (groups == index // first).all():
+                    raise ArgumentValueError(
+                        f"Argument `group_size` must be {first}, the size of the groups in "
+                        f"`{of_groups}`; got {size}."
+                    )
                 raise ArgumentValueError(
                     f"Argument `{of_groups}` must be in order, in groups of {deep}{said}: 0, …, 0, "
                     '1, …, 1, …. Those of "act order" are refused. Take a checkpoint that was made '
-                    "without it, read the experts in 16 bits, or sort their rows: "
+                    "without it, read this layer in 16 bits, or sort its rows: "
                     '"Act order" in the documentation.'
                 )
     stated, values = (None, size), values ^ np.uint8(0x88)
