@@ -238,7 +238,7 @@ def quantized(name):
     return given, stored, wide
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "blocks", "channels", "mxfp4"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "blocks", "channels", "mxfp4", "nvfp4"])
 def test_quantized_attention_is_widened(name):
     """As published models have it: each linear layer of attention, and here the experts too."""
     given, stored, wide = quantized(name)

@@ -186,7 +186,7 @@ def test_a_warning_says_what_keeps_weights_in_memory(way, card, dtype, weights, 
     shape = f"{weights.dtype}[4,192,128] with scales for blocks {weights.block}"
     assert f"ragged_dot dequantizes its weights, {shape}, in memory in every call" in told
     assert f"registers need {needs}" in told
-    assert "`weights.dequantize(jnp.bfloat16)`" in told
+    assert f"`weights.dequantize(jnp.{dtype})`" in told
 
 
 @pytest.mark.parametrize("weights", [0, 1, 8], ids=["int4", "mxfp4", "nvfp4"])

@@ -106,7 +106,8 @@ def warn_of_dequantizing(product: RaggedDot) -> None:
         f"ragged_dot dequantizes its weights, {messages.short(weights)} with scales for blocks "
         f"{weights.block}, in memory in every call: the kernels that unpack them in registers "
         f"need {', or '.join(map(str, needed))}{untiled * w.has_8_bits}. If that cannot be "
-        "changed, and memory suffices, dequantize them once: `weights.dequantize(jnp.bfloat16)`.",
+        "changed, and memory suffices, dequantize them once: "
+        f"`weights.dequantize(jnp.{product.left.values.dtype})`.",
         UserWarning,
         stacklevel=2,
     )
