@@ -115,7 +115,7 @@ class Case:
 
     def normal(self, arrays: Arrays, rng: Rng, dtype: Any = None) -> Arrays:
         """The arrays, with small numbers in those that it is differentiated by."""
-        draw = lambda of: (rng.standard_normal(of.shape) / 4).astype(dtype or of.dtype)
+        draw: Any = lambda of: (rng.standard_normal(of.shape) / 4).astype(dtype or of.dtype)
         return arrays | {name: draw(arrays[name]) for name in self.gradients}
 
     def forward(self, arrays: Any, place: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -404,7 +405,7 @@ NAMED: dict[str, functools.partial[Case]] = (
 )
 
 
-def _sized(op: Any = glu, **settings: Any) -> Sized:
+def _sized(op: Callable[..., Case] = glu, **settings: Any) -> Sized:
     def made(path: Any, of: ModelSizes) -> Case:
         return op(path, rows=of.rows, width=of.width, dtype=of.dtype, **settings)
 

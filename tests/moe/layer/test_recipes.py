@@ -40,6 +40,7 @@ def test_products_that_are_not_quantized_have_the_precision_in_force(jit):
     assert "FAST_ACCUM" not in text
     text = str(jax.make_jaxpr(layer_of(moe.Recipe("rows", "rows")))(*given))
     assert text.count("precision='tensorfloat32'") > 2
+    assert "FAST_ACCUM" in text
 
 
 def layer(seed=0, dtype="bfloat16", experts=8):

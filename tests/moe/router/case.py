@@ -385,8 +385,8 @@ def losses(path: str, tokens: int, experts: int, score: str, dtype: Any = "float
         error = abs(back) * (2 * off * abs(size[:, None]) + each[:, None]) + TINY * kept
         parts.append(Near(back * size[:, None], error))
         a, b = (rounded(part, dtype) for part in parts)
-        size = Near((size**2).sum() / tokens, squares)
-        return {"balance": balance, "size": size, "d_logits": rounded(a + b, dtype)}
+        total = Near((size**2).sum() / tokens, squares)
+        return {"balance": balance, "size": total, "d_logits": rounded(a + b, dtype)}
 
     results = ("balance", "size")
     case = Case("losses", path, call, results, draw, expect, ("logits",))
@@ -473,16 +473,15 @@ def _sized(**settings: Any) -> Sized:
     return lambda path, of: route(path, Spec(of.experts, of.top_k, **settings), of.tokens)
 
 
+def _losses(score: str) -> Sized:
+    return lambda path, of: losses(path, of.tokens, of.experts, score, of.dtype)
+
+
 SIZED: dict[str, Sized] = {
     "route": _sized(**_SIGMOID, biased=True),
     "route, softmax": _sized(),
     "route, groups": _sized(groups=(2, 1, "top2"), biased=True),
-    **{
-        f"losses, {score}": lambda path, of, score=score: losses(
-            path, of.tokens, of.experts, score, of.dtype
-        )
-        for score in ("softmax", "sigmoid")
-    },
+    **{f"losses, {score}": _losses(score) for score in ("softmax", "sigmoid")},
 }
 # Routers of models, and what is larger than they are.
 LARGE: dict[str, functools.partial[Case]] = {

@@ -478,7 +478,7 @@ LARGE: dict[str, functools.partial[Case]] = {
 }
 
 
-def _sized(op: Any, **settings: Any) -> Sized:
+def _sized(op: Callable[..., Case], **settings: Any) -> Sized:
     def made(path: Any, of: ModelSizes) -> Case:
         return op(
             path, tokens=of.tokens, experts=of.experts, width=of.hidden, dtype=of.dtype, **settings
