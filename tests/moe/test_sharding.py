@@ -155,10 +155,12 @@ def test_arrays_are_cut_each_otherwise(name):
     check(name, mesh, specs)
 
 
-@pytest.mark.sampled(1, 2)
+@pytest.mark.sampled(1, 8)
 @pytest.mark.parametrize(
     ("name", "specs"),
     [
+        # Halves of gate and up that are not where the device's parts of the columns are.
+        ("glu", {"gate_up": P(None, "model")}),
         # Each device has a part of every row, and a part of each weight's gradient.
         ("glu, two", {"gate": P(None, "model"), "up": P(None, "model")}),
         (
