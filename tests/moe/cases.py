@@ -71,7 +71,7 @@ UNUSUAL = [
 ]
 # Whose kernels take the interpreter long.
 SLOW = {*layer.NAMED, *transformer_engine.NAMED} - {*layer.QUICK, *transformer_engine.QUICK}
-SLOW |= {*scaled_case.SLOW, *widening_case.SLOW}
+SLOW |= {*scaled_case.SLOW, *widening_case.SLOW, "quantized_outer, many groups"}
 # For a GPU: the interpreter would take too long.
 LARGE: dict[str, Callable[..., Case]] = {
     **plans.LARGE,

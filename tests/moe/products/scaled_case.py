@@ -432,7 +432,8 @@ QUICK = (
 )
 SLOW = [
     *(n for n in NAMED if "tiles of" in n and not any(f"of {way}, " in n for way in QUICK)),
-    *[n for n in NAMED if "weights in" in n][1::2],
+    *[n for n in NAMED if "weights in" in n or "8 bits, " in n][1::2],
+    *[n for n in NAMED if "shards" in n][1:],
 ]
 
 
