@@ -114,25 +114,24 @@ def load(
 ) -> tuple[Config, Params]:
     """Puts the weights on the device, or, if there is a mesh, on its devices, each of which gets a
     part of the experts: of a `moe.Checkpoint` or its folder, or of arrays by a
-    checkpoint's names and what its `config.json` holds. Experts stay quantized, attention is
-    widened to the embedding's dtype. Raises ValueError for what is missing, or has another shape
-    than `config.json` says."""
+    checkpoint's names and what its `config.json` holds. Experts stay quantized, attention and
+    routers are widened to the embedding's dtype. Raises ValueError for what is missing, or has
+    another shape than `config.json` says."""
     tensors = moe.Checkpoint(tensors) if isinstance(tensors, (str, Path)) else tensors
     given = Stated(tensors.config if given is None else given)
     config, is_gpt_oss = read_config(given), given["model_type"] == "gpt_oss"
     linears = [f"self_attn.{name}_proj" for name in "qkvo"]
+    router = "mlp.router" if is_gpt_oss else "mlp.gate"
     biased = linears if given.get("attention_bias", is_gpt_oss) else []
     own = ["input_layernorm", "post_attention_layernorm", *linears]
-    own += ["mlp.router"] if is_gpt_oss else ["mlp.gate", "self_attn.q_norm", "self_attn.k_norm"]
+    own += [router, *(() if is_gpt_oss else ("self_attn.q_norm", "self_attn.k_norm"))]
     own = [*(f"{name}.weight" for name in own), *(f"{name}.bias" for name in biased)]
     own += ["mlp.router.bias", "self_attn.sinks"] if is_gpt_oss else []
 
     hidden, heads, dim = given["hidden_size"], given["num_attention_heads"], config.head_dim
     rows = {"q": heads * dim, "k": given["num_key_value_heads"] * dim, "o": hidden}
     rows = {f"self_attn.{name}_proj": size for name, size in (*rows.items(), ("v", rows["k"]))}
-    rows |= dict.fromkeys(
-        ("mlp.router", "mlp.gate"), given["num_local_experts" if is_gpt_oss else "num_experts"]
-    )
+    rows[router] = given["num_local_experts" if is_gpt_oss else "num_experts"]
     shapes = {f"{name}.weight": (size, hidden) for name, size in rows.items()}
     shapes |= {f"{name}.bias": (size,) for name, size in rows.items()}
     shapes |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
@@ -141,7 +140,7 @@ def load(
     shapes |= dict.fromkeys(ends, (given["vocab_size"], hidden))
 
     def tensor(name: str, of_layer: str = "") -> Array:
-        if of_layer.startswith("self_attn.") and of_layer.endswith("_proj.weight"):
+        if of_layer.removesuffix(".weight") in (*linears, router):
             made = moe.linear_from_checkpoint(tensors, name.removesuffix(".weight"), config=given)
             is_scaled = isinstance(made, moe.ScaledArray)
             array = jnp.asarray(made.astype(embedding.dtype) if is_scaled else made)
@@ -165,7 +164,7 @@ def load(
         known = {prefix + name for name in own}
         split = {n: n.removeprefix(prefix).rpartition(".") for n in names - known}
         # Those of quantized weights, and GPTQ's biases of layers that have none.
-        own_of = {n: end for n, (of, _, end) in split.items() if of in linears}
+        own_of = {n: end for n, (of, _, end) in split.items() if of in (*linears, router)}
         fine = {n for n, end in own_of.items() if end != "bias" or not np.any(tensors[n])}
         if unknown := sorted(names - known - fine):
             raise ValueError(

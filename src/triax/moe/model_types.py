@@ -421,15 +421,14 @@ def routing(config: Any, by_caller: Mapping[str, Any]) -> dict[str, Any]:
         )
     beside = _unknown(config, known).get("config", ())
     unknown = [
-        key
+        f"`{key}`"
         for key, value in config.items()
         if isinstance(key, str) and key not in router.read and value not in (None, False)
         if key in beside or (_OF_ROUTERS.search(key) and not _NOT_OF_ROUTERS.fullmatch(key))
     ]
     if unknown:
-        names = ", ".join(f"`{key}`" for key in unknown)
         raise CheckpointError(
-            f"The model's configuration has {names}, unknown for `model_type` {name}: "
+            f"The model's configuration has {', '.join(unknown)}, unknown for `model_type` {name}: "
             f"the router may depend on it. Pass `config` without it if not. {by_hand}"
         )
     for key, values in router.fixed.items():

@@ -338,7 +338,7 @@ def test_missing_last_experts(key):
         (
             gptq,
             {"quant_method": "gptq", "format": "gptq", "checkpoint_format": "gptq_v2"},
-            "`checkpoint_format` and `format` .* differ",
+            "`checkpoint_format` and `format` differ.* pass `config",
         ),
         (gptq, {"quant_method": "gptq", "dynamic": [1]}, r'mapping as .*"dynamic"\]`; got'),
         (packed, {"dynamic": {".*": {}}}, r'"dynamic"\]`: unknown'),
@@ -411,8 +411,8 @@ def test_keys_of_another_format(name, key, value):
         ("mxfp4", {"group_size": 16}, "group_size.* must be one of 32; got 16"),
         ("mxfp4", {"strategy": "channel"}, "strategy.* must be one of 'group'; got 'channel'"),
         ("mxfp4", {"format": "nvfp4-pack-quantized"}, "'mxfp4-pack-quantized'; got 'nvfp4-"),
-        ("nvfp4", {"quant_algo": "FP8"}, "quant_algo.* must be one of 'NVFP4'; got 'FP8'"),
-        ("nvfp4", {"quant_algo": "MIXED_PRECISION"}, "must be one of 'NVFP4'; got 'MIXED_PRECIS"),
+        ("nvfp4", {"quant_algo": "FP8"}, "must be one of 'NVFP4', 'W4A16_NVFP4'; got 'FP8'"),
+        ("nvfp4", {"quant_algo": "MIXED_PRECISION"}, "'W4A16_NVFP4'; got 'MIXED_PRECISION'"),
         ("nvfp4", {"group_size": 32}, "group_size.* must be one of 16; got 32"),
         ("nvfp4", {"quant_method": "compressed-tensors"}, "be one of 'modelopt'; got 'compressed"),
         ("nvfp4_of_compressed_tensors", {"group_size": 32}, "must be one of 16; got 32"),
@@ -570,6 +570,41 @@ def test_rules_for_layers(rules, message):
     tensors, config = layer(gptq), {"quantization_config": GPTQ_MODEL | {"dynamic": rules}}
     if message is None:
         read(tensors, config)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            read(tensors, config)
+
+
+NVFP4 = {"quant_algo": "NVFP4", "group_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "message"),
+    [
+        ("nvfp4", {f"{MLP}.experts": NVFP4}, None),
+        ("nvfp4", {f"{MLP}.experts": NVFP4 | {"quant_algo": "W4A16_NVFP4"}}, None),
+        ("nvfp4", {MLP: {"quant_algo": "FP8"}, f"{MLP}.experts": NVFP4}, None),
+        ("modelopt_fp8", {f"{MLP}.experts": {"quant_algo": "FP8"}, "lm_head": NVFP4}, None),
+        ("nvfp4", {f"{MLP}.expert": NVFP4}, "got 'MIXED_PRECISION'"),
+        ("nvfp4", {f"{MLP}.experts": {"quant_algo": "FP8"}}, "got 'FP8'"),
+        ("nvfp4", {f"{MLP}.experts": NVFP4 | {"encoding": "csf"}}, r'"encoding"\]`: unknown'),
+        ("nvfp4", {f"{MLP}.experts": 16}, r"\[\"quantized_layers\"\]\['.*experts'\]`; got 16"),
+        ("nvfp4", ["lm_head"], r'a mapping as .*\["quantized_layers"\]`; got'),
+        ("gptq", {f"{MLP}.experts": {}}, r'`quantization_config\["quantized_layers"\]`: unknown'),
+    ],
+)
+def test_layers_of_mixed_precision(name, layers, message):
+    """ModelOpt's, whose groups have the same layers as targets."""
+    make, _, quantization = FORMATS[name]
+    tensors = layer(make)
+    groups = {str(i): {"targets": ["lm_head"], "weights": {"num_bits": i}} for i in range(2)}
+    mixed = {"quant_algo": "MIXED_PRECISION", "group_size": 16, "config_groups": groups}
+    mixed = quantization if name == "gptq" else quantization | mixed
+    config = {"quantization_config": mixed | {"quantized_layers": layers}}
+    if message is None:
+        found = read(tensors, config)
+        wanted = read(tensors, {"quantization_config": quantization})
+        np.testing.assert_array_equal(exactly(found.w_gate_up), exactly(wanted.w_gate_up))
     else:
         with pytest.raises(CheckpointError, match=message):
             read(tensors, config)

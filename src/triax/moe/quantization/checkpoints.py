@@ -240,7 +240,8 @@ def flat(config: Any, module: str = "") -> dict[str, Any]:
     """Returns `quantization_config` with the keys of a linear layer's weights, for `linear`.
 
     Groups of compressed-tensors have targets: names, patterns of names behind "re:", and "Linear"
-    for the rest. Quark has patterns of layers, and the rest. GPTQModel has rules by patterns.
+    for the rest. Quark has patterns of layers, and the rest. GPTQModel has rules by patterns,
+    ModelOpt's mixed precision what each layer is, or all within it.
 
     Raises:
       CheckpointError: it, a group or a rule is no mapping, or weights of its groups differ and none
@@ -251,6 +252,13 @@ def flat(config: Any, module: str = "") -> dict[str, Any]:
     if config.get("quant_method") == "gptq":
         rules = _mapping(f'{name}["dynamic"]', config.get("dynamic"))
         config = {**config, "dynamic": None, **_rule(module, rules)}
+    if config.get("quant_method") in ("modelopt", None) and config.get("quantized_layers"):
+        stem = f'{name}["quantized_layers"]'
+        layers = _mapping(stem, config["quantized_layers"])
+        layer = max((of for of in layers if f"{module}.".startswith(f"{of}.")), key=len, default="")
+        # Its groups say the same by `targets`.
+        others = dict.fromkeys(("quantized_layers", "config_groups", "group_size"))
+        config = {**config, **others, **_mapping(f"{stem}[{layer!r}]", layers.get(layer))}
     groups: list[tuple[list[str], Mapping[str, Any]]] = []
     ignored = _list(f'{name}["ignore"]', config.get("ignore"))
     of_groups = _mapping(f'{name}["config_groups"]', config.get("config_groups"))
@@ -372,9 +380,7 @@ def _read_gptq(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray
     groups = own["g_idx"] if config.get("desc_act") else own.get("g_idx")
     versions = {config.get(key) for key in ("checkpoint_format", "format")} - {None}
     if len(versions) > 1:
-        raise ArgumentValueError(
-            f"`checkpoint_format` and `format` of `quantization_config` differ.{_FIX}"
-        )
+        raise ArgumentValueError(f"`checkpoint_format` and `format` differ.{_FIX}")
     options: Any = {"v2": versions == {"gptq_v2"}, "tiles": False}
     options["group_size"] = _integer(config, "group_size")
     made = from_gptq(own["qweight"], own["qzeros"], own["scales"], groups, **options)
@@ -453,7 +459,7 @@ _MXFP4 = _MX | {
 }
 _NVFP4 = {
     "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
+    "quant_algo": ("NVFP4", "W4A16_NVFP4"),
     "num_bits": 4,
     "type": "float",
     "group_size": 16,
@@ -532,7 +538,7 @@ KEYS = {
         "true_sequential use_cuda_fp16 use_exllama",
     ),
     "modelopt": (
-        "config_groups dynamic group_size ignore num_bits quant_algo type",
+        "config_groups dynamic group_size ignore num_bits quant_algo quantized_layers type",
         "exclude_modules kv_cache_quant_algo kv_cache_scheme producer",
     ),
     "mxfp4": ("", "dequantize modules_to_not_convert"),
@@ -593,7 +599,7 @@ def _check_keys(config: Mapping[str, Any], methods: list[str]) -> None:
         keys = ", ".join(f'`quantization_config["{key}"]`' for key in dict.fromkeys(unknown))
         raise ArgumentValueError(
             f"{keys}: unknown beside {' or '.join(map(repr, methods))}, and weights may depend on "
-            f"it.{_FIX}"
+            "it. Pass `config` without it if they do not."
         )
 
 
