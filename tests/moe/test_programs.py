@@ -120,9 +120,11 @@ NEW_SIZES = {
     "unpermute": (moved_back, FEW_AND_MANY, [(16,), (17,), (513,), (4097,)]),
     "chunks": (sorted_chunks, [(1, 1)], [(16, 16), (17, 1000), (2**31 - 1, 1)]),
     "ragged_dot": (
-        lambda rows: of_shapes("ragged_dot", rows=(rows, 16), g_out=(rows, 16)),
-        [(640,)],
-        [(641,), (100_001,), (2**30,)],
+        lambda rows: of_shapes(
+            "ragged_dot", rows=(rows, 16), bias_weights=(rows,), g_out=(rows, 16)
+        ),
+        [(640,), (100_001,)],  # with many rows, sums for the bias have parts
+        [(641,), (50_000,), (2**30,)],
     ),
     "route": (
         lambda tokens: of_shapes("route", logits=(tokens, 12), g_weights=(tokens, 3)),
