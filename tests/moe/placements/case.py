@@ -368,11 +368,12 @@ class Placement:
         self.exact = self.uncut.exact(self.members[0], self.given[0], outputs[0])
         wanted = {}
         for name in outputs[0]:
-            axis = self.axes.get(name.removeprefix("d_"), 0)
+            # Results of `glu_gradients` begin with "d_", too.
+            array = name.removeprefix("d_")
+            is_gradient = name != array and array in self.case.gradients
+            axis = self.axes[array] if is_gradient and not self.gradients_inside else 0
             if self.batch == "none":
                 axis = None
-            elif self.gradients_inside or not name.startswith("d_"):
-                axis = 0
             wanted[name] = self.stacked(outputs, name, axis)
             if axis is None and self.count > 1:
                 wanted[name] = sum(np.asarray(each[name], np.float64) for each in outputs)
