@@ -32,7 +32,8 @@ _SCALES |= {"float4_e2m1fn": (*_SCALES["int4"], *("float8_e4m3fn",) * 3)}
 _SCALES |= dict.fromkeys(EIGHT_BITS, ("float32",) * 4 + (E8M0,))
 
 
-def numbers_of(values: Array, kind: str) -> Array:
+def numbers_of(values: Array, kind: str | None) -> Array:
+    """The numbers in values of a dtype, in float64; two of 4 bits are in a byte."""
     if kind not in PACKED:
         return values.astype(np.float64)
     codes = np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from tests.moe.products.scaled_case import numbers_of
 from triax import moe
 
 E8M0, E4M3 = "float8_e8m0fnu", "float8_e4m3fn"
@@ -30,22 +31,10 @@ def nvfp4(shape, seed=0):
     )
 
 
-def numbers(scaled):
-    """The numbers in the values of a `ScaledArray`, in float64."""
-    values = np.asarray(scaled.values)
-    if scaled.packed is None:
-        return values.astype(np.float64)
-    codes = np.stack([values % 16, values // 16], axis=-1).reshape(*values.shape[:-1], -1)
-    if scaled.packed == "int4":
-        return np.where(codes < 8, codes, codes - 16.0)
-    halves = np.array([0, 1, 2, 3, 4, 6, 8, 12]) / 2
-    return np.concatenate([halves, -halves])[codes]
-
-
 def exactly(scaled):
     """What a `ScaledArray` stands for, in float64."""
     scaled = scaled.untile()
-    values = numbers(scaled)
+    values = numbers_of(np.asarray(scaled.values), scaled.packed)
     block = whole(scaled.block, scaled.shape)
     block = (*block[:-2], *block[:-3:-1]) if scaled.transposed else block
 
