@@ -233,14 +233,16 @@ def test_products_are_cut_like_dense_ones(kind, specs, collective, result):
 
 @pytest.mark.sampled(1)
 def test_partial_products_are_summed_in_float32(kind):
-    """Two parts that cancel: rounded to bfloat16 before the sum, little would be left of it."""
+    """Two parts that cancel: rounded to bfloat16 before the sum, little would be left of it.
+
+    The bias is added once.
+    """
     rows = np.ones((8, 4), np.float32) * np.array([256, 1, -256, 0], np.float32)
-    args = [jnp.asarray(a, jnp.bfloat16) for a in (rows, np.ones((1, 4, 4)))]
-    args.append(np.array([8], np.int32))
+    args = [jnp.asarray(a, jnp.bfloat16) for a in (rows, np.ones((1, 4, 4)), np.full((1, 4), 2))]
+    product = lambda rows, weights, bias: moe.ragged_dot(rows, weights, np.array([8]), bias=bias)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=mesh_of(kind).axis_types)
-    specs = (P(None, "model"), P(None, "model"), P())
-    _, out = compiled(moe.ragged_dot, mesh, args, specs)
-    testing.assert_same_bits(out, jnp.ones((8, 4), jnp.bfloat16))
+    _, out = compiled(product, mesh, args, (P(None, "model"), P(None, "model"), P()))
+    testing.assert_same_bits(out, jnp.full((8, 4), 1 + 2, jnp.bfloat16))
 
 
 @pytest.mark.sampled(1)

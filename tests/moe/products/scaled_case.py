@@ -296,6 +296,7 @@ _ALONE = {
     "int4, columns innermost": _way(INT4, 100, 7, zeros="int8", **_STORED),
     "mxfp8": _way(E4M3, 32, 1, scales=E8M0, dtype="float16"),
     "int4, 16": _way(INT4, 16, 1),
+    "e4m3, blocks of columns": _way(E4M3, None, 32),
 }
 # Weights in tiles.
 TILED = {
