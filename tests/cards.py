@@ -323,7 +323,7 @@ MAY_SPILL = {
     # MXFP4 in tiles: three or four programs share a multiprocessor
     "few_rows": 64,
     # once a tile: a second loop, which is rarely taken
-    "few_rows_of_tiles": 64,
+    "very_few_rows": 64,
 }
 """Kernels of which some configs spill registers: of a thread, at most as many bytes."""
 _FEW_BYTES = 32

@@ -101,7 +101,7 @@ def test_offsets_that_pass_32_bits_have_64(run, check_offsets):
     ("kernel", "tiled", "deep", "dtype"),
     [
         ("few_rows", True, 64, "bfloat16"),
-        ("few_rows_of_tiles", True, 32, "bfloat16"),
+        ("very_few_rows", True, 32, "bfloat16"),
         ("widen", True, 64, "float16"),
         ("widen", False, 64, "bfloat16"),
     ],

@@ -164,7 +164,7 @@ def test_explain(tmp_path, capsys):
     )
     assert cli.main(["explain", f"{file}:matmul"]) == 0
     *_, choice = capsys.readouterr().out.partition("ragged_dot of float32[40, 64] × ")
-    assert choice.startswith("float32[2, 64, 16]: any_gpu\n  not few_rows_of_tiles, which needs ")
+    assert choice.startswith("float32[2, 64, 16]: any_gpu\n  not very_few_rows, which needs ")
     assert cli.main(["explain", f"{file}:main"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("add_kernel: BLOCK=64, ")

@@ -19,7 +19,7 @@ from triax.moe.shared import launching
 pytestmark = pytest.mark.cuda_plugin
 FLOATS_ALONE = "weights of float8_e4m3fn, int8 or 4 bits"
 HALVES = {
-    "few_rows_of_tiles": FLOATS_ALONE,
+    "very_few_rows": FLOATS_ALONE,
     "few_rows": FLOATS_ALONE,
     "dequantized": "weights of 4 bits, in tiles, or of 8 bits and more than 256 rows of 16 bits",
 }
@@ -82,10 +82,10 @@ def test_few_rows_are_multiplied_by_tiles(monkeypatch):
     case = product_of(array(5 * 256, 512), weights)
     ((kernel, needs),) = chosen(monkeypatch, 90, in_tiles(case))
     assert kernel == "few_rows"
-    assert needs.keys() == {"few_rows_of_tiles"}
+    assert needs.keys() == {"very_few_rows"}
     ((kernel, needs),) = chosen(monkeypatch, 90, case)
     assert kernel == "any_gpu"
-    assert needs["few_rows"] == needs["few_rows_of_tiles"] == "weights in tiles (`weights.tile()`)"
+    assert needs["few_rows"] == needs["very_few_rows"] == "weights in tiles (`weights.tile()`)"
 
 
 def test_the_weights_gradient(monkeypatch):
@@ -107,7 +107,7 @@ def test_explain_says_why(monkeypatch):
     found = triax.explain(moe.ragged_dot, *arrays)
     assert repr(found).splitlines()[-6:] == [
         "ragged_dot of bfloat16[4000, 512] × bfloat16[5, 512, 1024]: any_gpu",
-        f"  not few_rows_of_tiles, which needs {FLOATS_ALONE}",
+        f"  not very_few_rows, which needs {FLOATS_ALONE}",
         f"  not few_rows, which needs {FLOATS_ALONE}",
         f"  not dequantized, which needs {HALVES['dequantized']}",
         "  not sm90_8_bits, which needs Hopper (compute capability 9.0)",

@@ -45,16 +45,16 @@ OF_ROWS = {
     [
         (90, False, "e4m3", 16, "ragged_dot_transposed 32", "ragged_dot_transposed 64"),
         (90, False, "mxfp4", 8, "widen", "widen"),
-        (90, True, "e4m3", 8, "few_rows_of_tiles 16", "few_rows 32"),
+        (90, True, "e4m3", 8, "very_few_rows 16", "few_rows 32"),
         (90, True, "e4m3", 24, "few_rows 32", "few_rows 64"),
         (90, True, "e4m3", 256, "few_rows 64", "widen"),
-        (90, True, "mxfp4", 8, "few_rows_of_tiles 16", "few_rows 32"),
+        (90, True, "mxfp4", 8, "very_few_rows 16", "few_rows 32"),
         (90, True, "mxfp4", 24, "few_rows 32", "few_rows 64"),
         (90, True, "mxfp4", 256, "few_rows 64", "widen"),
-        (90, True, "int4", 40, "few_rows_of_tiles 32", "few_rows 64"),
-        (120, True, "mxfp4", 64, "few_rows_of_tiles 32", "few_rows 64"),
+        (90, True, "int4", 40, "very_few_rows 32", "few_rows 64"),
+        (120, True, "mxfp4", 64, "very_few_rows 32", "few_rows 64"),
         (120, True, "int4", 256, "few_rows 64", "widen"),
-        (80, True, "int4", 64, "few_rows_of_tiles 16", "widen"),
+        (80, True, "int4", 64, "very_few_rows 16", "widen"),
     ],
 )
 def test_which_kernel_takes_how_many_rows(monkeypatch, card, tiled, weights, most, at_most, past):
@@ -227,7 +227,7 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
     traced = jax.jit(moe.ragged_dot).trace(*arrays)
     if rows <= (32 if way == "int4" else 2):
         ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[-1]
-        assert "_few_rows_of_tiles_kernel" in ptx
+        assert "_very_few_rows_kernel" in ptx
         assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
         # Between products weights stay in registers; sums of parts of the depth do not, after them.
         # The second loop, for scales that are seen not to be small or positive, is taken rarely.

@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from triax import architectures
-from triax.moe.products.few_rows_configs import FewRowsConfig, FewRowsOfTilesConfig
+from triax.moe.products.few_rows_configs import FewRowsConfig, VeryFewRowsConfig
 from triax.moe.shared.target import Target
 
 CARDS = [each for each in architectures.BY_CAPABILITY.values() if not each.multiplies_from_shared]
@@ -58,48 +58,48 @@ def test_blocks_with_two_scales_are_those_with_one(capability, rows):
 @pytest.mark.parametrize(
     ("card", "rows", "tiles", "depth", "powers", "in_sum", "config"),
     [
-        (90, 4, 11520, 2880, True, False, FewRowsOfTilesConfig(8, 1, 4)),
-        (90, 0, 720, 2880, True, False, FewRowsOfTilesConfig(8, 2, 4)),
-        (90, 0, 1440, 2880, True, False, FewRowsOfTilesConfig(8, 1, 4)),
-        (90, 0, 1440, 7168, True, False, FewRowsOfTilesConfig(8, 2, 4)),
-        (90, 0, 360, 2880, False, True, FewRowsOfTilesConfig(8, 4, 4)),
-        (90, 4, 2880, 2880, False, True, FewRowsOfTilesConfig(8, 1, 3)),
-        (90, 8, 2048, 7168, True, False, FewRowsOfTilesConfig(16, 1, 4)),
-        (90, 40, 2048, 7168, False, True, FewRowsOfTilesConfig(32, 1, 3)),
-        (80, 60, 2048, 7168, False, False, FewRowsOfTilesConfig(32, 1, 3)),
-        (80, 60, 2048, 7168, False, True, FewRowsOfTilesConfig(16, 1, 4)),
+        (90, 4, 11520, 2880, True, False, VeryFewRowsConfig(8, 1, 4)),
+        (90, 0, 720, 2880, True, False, VeryFewRowsConfig(8, 2, 4)),
+        (90, 0, 1440, 2880, True, False, VeryFewRowsConfig(8, 1, 4)),
+        (90, 0, 1440, 7168, True, False, VeryFewRowsConfig(8, 2, 4)),
+        (90, 0, 360, 2880, False, True, VeryFewRowsConfig(8, 4, 4)),
+        (90, 4, 2880, 2880, False, True, VeryFewRowsConfig(8, 1, 3)),
+        (90, 8, 2048, 7168, True, False, VeryFewRowsConfig(16, 1, 4)),
+        (90, 40, 2048, 7168, False, True, VeryFewRowsConfig(32, 1, 3)),
+        (80, 60, 2048, 7168, False, False, VeryFewRowsConfig(32, 1, 3)),
+        (80, 60, 2048, 7168, False, True, VeryFewRowsConfig(16, 1, 4)),
     ],
 )
-def test_few_rows_of_tiles(card, rows, tiles, depth, powers, in_sum, config):
+def test_very_few_rows(card, rows, tiles, depth, powers, in_sum, config):
     gpu = Target(compute_capability=card, multiprocessors=132, tensor_maps=card >= 90)
     how = {"powers": powers, "in_sum": in_sum, "eight": False}
-    assert FewRowsOfTilesConfig.heuristic(gpu, rows, tiles, depth, **how) == config
+    assert VeryFewRowsConfig.heuristic(gpu, rows, tiles, depth, **how) == config
     assert config.num_warps == config.split
 
 
 @pytest.mark.parametrize(
     ("rows", "tiles", "config"),
     [
-        (0, 360, FewRowsOfTilesConfig(8, 4, 3)),
-        (0, 512, FewRowsOfTilesConfig(8, 2, 3)),
-        (0, 11520, FewRowsOfTilesConfig(8, 2, 3)),
-        (4, 11520, FewRowsOfTilesConfig(8, 2, 3)),
-        (8, 2048, FewRowsOfTilesConfig(16, 2, 3)),
-        (8, 11520, FewRowsOfTilesConfig(16, 1, 3)),
-        (24, 2048, FewRowsOfTilesConfig(32, 1, 3)),
+        (0, 360, VeryFewRowsConfig(8, 4, 3)),
+        (0, 512, VeryFewRowsConfig(8, 2, 3)),
+        (0, 11520, VeryFewRowsConfig(8, 2, 3)),
+        (4, 11520, VeryFewRowsConfig(8, 2, 3)),
+        (8, 2048, VeryFewRowsConfig(16, 2, 3)),
+        (8, 11520, VeryFewRowsConfig(16, 1, 3)),
+        (24, 2048, VeryFewRowsConfig(32, 1, 3)),
     ],
 )
-def test_few_rows_of_tiles_in_8_bits(rows, tiles, config):
+def test_very_few_rows_in_8_bits(rows, tiles, config):
     gpu = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
     how = {"powers": False, "in_sum": False, "eight": True}
-    assert FewRowsOfTilesConfig.heuristic(gpu, rows, tiles, 7168, **how) == config
+    assert VeryFewRowsConfig.heuristic(gpu, rows, tiles, 7168, **how) == config
 
 
 def test_programs_find_few_tiles_of_few_rows():
     gpu = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
-    assert FewRowsOfTilesConfig(8, 1, 3).finds_tiles(gpu, 24 * 132)
-    assert not FewRowsOfTilesConfig(8, 1, 3).finds_tiles(gpu, 24 * 132 + 1)
-    assert not FewRowsOfTilesConfig(16, 1, 3).finds_tiles(gpu, 1)
+    assert VeryFewRowsConfig(8, 1, 3).finds_tiles(gpu, 24 * 132)
+    assert not VeryFewRowsConfig(8, 1, 3).finds_tiles(gpu, 24 * 132 + 1)
+    assert not VeryFewRowsConfig(16, 1, 3).finds_tiles(gpu, 1)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_rows_of_tiles_where_products_are_from_registers():
 @pytest.mark.parametrize("capability", architectures.BY_CAPABILITY)
 def test_as_many_rows_of_tiles_as_are_fastest(capability):
     most = [
-        FewRowsOfTilesConfig.most_rows(architectures.of(capability), scaled)
+        VeryFewRowsConfig.most_rows(architectures.of(capability), scaled)
         for scaled in (None, 32, 64, 96)
     ]
     if capability == 75:  # no products of bfloat16

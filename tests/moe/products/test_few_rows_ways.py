@@ -204,7 +204,7 @@ def test_tiles_need_no_tma(way, weights):
 
 
 def test_tiles_of_8_bits_are_undone_where_that_helps(way):
-    """Without TMA, and with more rows than the kernel for tiles takes."""
+    """Without TMA, and with more rows than the kernel for very few takes."""
     (tiled,) = in_tiles([eight("int8")])
     assert way(80, 64 * GROUPS, "bfloat16", tiled) == ("in registers", [])
     which, (told,) = way(80, 65 * GROUPS, "bfloat16", tiled)

@@ -126,7 +126,7 @@ def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> jax.Arr
 def _some_groups(groups: Groups, offset: jax.Array, count: int, num_rows: int) -> Groups:
     """Returns the `count` groups from `offset` on, with their first row."""
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), group_ends(groups, num_rows)])
-    # Groups that do not exist are empty. A sum that wraps makes a negative size, which is empty too.
+    # Groups that do not exist are empty, also where a sum wraps: that makes a negative size.
     which = offset + jnp.arange(count + 1, dtype=jnp.int32)
     bounds = jnp.take(bounds, which, mode="clip")
     return Groups(jnp.diff(bounds), bounds[0])

@@ -84,7 +84,7 @@ def _takes_all(product: Product) -> None:
 
 
 RAGGED_DOT = (
-    ProductKernel("few_rows_of_tiles", few_rows.needs_of_tiles, few_rows.few_rows_of_tiles),
+    ProductKernel("very_few_rows", few_rows.needs_of_very_few, few_rows.very_few_rows),
     ProductKernel("few_rows", few_rows.needs, few_rows.few_rows),
     ProductKernel("dequantized", few_rows.dequantizing_needs, _dequantized, applies_glu=True),
     ProductKernel("sm90_8_bits", sm90_8_bits.needs, sm90_8_bits.ragged_dot),

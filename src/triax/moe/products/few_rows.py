@@ -13,7 +13,7 @@ from triax import messages
 from triax.binding.descriptor import TensorDescriptor
 from triax.binding.launch import KernelImplementation
 from triax.compat import versions
-from triax.moe.products.few_rows_configs import FewRowsConfig, FewRowsOfTilesConfig
+from triax.moe.products.few_rows_configs import FewRowsConfig, VeryFewRowsConfig
 from triax.moe.products.operands import Parts, parts
 from triax.moe.products.product import RaggedDot
 from triax.moe.products.row_tiles import bounded_by_group, cdiv, schedule, triton_dtype
@@ -47,13 +47,13 @@ def needs(product: RaggedDot) -> str | None:
     return f"JAX {versions.TENSOR_MAPS.stable} or later" if is_old else "TMA, from Hopper on"
 
 
-def needs_of_tiles(product: RaggedDot) -> str | None:
+def needs_of_very_few(product: RaggedDot) -> str | None:
     """As `needs`, of the kernel without TMA, for fewer rows."""
     if needed := _needs_of_operands(product):
         return needed
     w = product.right
     scaled = None if w.codes else w.deep
-    most = FewRowsOfTilesConfig.most_rows(product.target.architecture, scaled)
+    most = VeryFewRowsConfig.most_rows(product.target.architecture, scaled)
     if product.rows_per_group > most:
         return f"at most {most} rows for each group on average"
     return None
@@ -100,7 +100,7 @@ def warn_of_dequantizing(product: RaggedDot) -> None:
     w, weights = product.right, product.weights
     if not w.packed or has_many_rows(product) or product.implementation == "interpret":
         return
-    needed = dict.fromkeys((needs(product), needs_of_tiles(product)))
+    needed = dict.fromkeys((needs(product), needs_of_very_few(product)))
     untiled = "; 8 bits that are not in tiles (`tiles=False`) are not dequantized"
     warnings.warn(
         f"ragged_dot dequantizes its weights, {messages.short(weights)} with scales for blocks "
@@ -184,15 +184,15 @@ def few_rows(product: RaggedDot) -> jax.Array:
     )
 
 
-def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
+def very_few_rows(product: RaggedDot) -> jax.Array:
     """Multiplies as `few_rows` does."""
-    from triax.moe.products.few_rows_tiles_kernels import _few_rows_of_tiles_kernel
+    from triax.moe.products.very_few_rows_kernels import _very_few_rows_kernel
 
     w, groups, implementation = product.right, product.groups, product.implementation
     num_rows, num_groups = product.num_rows, product.num_groups
     column_tiles, in_use = w.columns // TILE, min(num_groups, num_rows)
     num_tiles = in_use * column_tiles
-    config = FewRowsOfTilesConfig.heuristic(
+    config = VeryFewRowsConfig.heuristic(
         product.target,
         product.rows_per_group,
         num_tiles,
@@ -207,7 +207,7 @@ def few_rows_of_tiles(product: RaggedDot) -> jax.Array:
     if not in_programs:
         tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
     return launch(
-        _few_rows_of_tiles_kernel,
+        _very_few_rows_kernel,
         product.left.values,
         w.values,
         tiles,

@@ -7,9 +7,9 @@ import dataclasses
 from triax.architectures import Architecture
 from triax.moe.products.thresholds import (
     HALF_OF_A_WARP_GROUP,
-    ROWS_OF_TILES,
-    ROWS_OF_TILES_BY_HALVES,
-    ROWS_OF_TILES_FROM_REGISTERS,
+    VERY_FEW_ROWS,
+    VERY_FEW_ROWS_BY_HALVES,
+    VERY_FEW_ROWS_FROM_REGISTERS,
 )
 from triax.moe.shared import blocks
 from triax.moe.shared.target import Target
@@ -128,7 +128,7 @@ class FewRowsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class FewRowsOfTilesConfig:
+class VeryFewRowsConfig:
     """A program has `block_rows` × 64 numbers; each of its `split` warps sums a part of the depth.
 
     The limits are from an H100, where `wgmma` is faster for more rows; those for scales that are
@@ -154,7 +154,7 @@ class FewRowsOfTilesConfig:
 
     @staticmethod
     def most_rows(architecture: Architecture, scaled: int | None) -> int:
-        """Returns up to how many rows per group, on average, the kernel for tiles is used.
+        """Returns up to how many rows per group, on average, the kernel for very few rows is used.
 
         `scaled` is how much of the depth shares a scale that multiplies sums; None for all of it,
         and for powers of two.
@@ -162,8 +162,8 @@ class FewRowsOfTilesConfig:
         if architecture.compute_capability < 80:  # no products of bfloat16
             return 0
         if not architecture.multiplies_from_shared:
-            return ROWS_OF_TILES_FROM_REGISTERS
-        return ROWS_OF_TILES_BY_HALVES if scaled is not None and scaled % 64 else ROWS_OF_TILES
+            return VERY_FEW_ROWS_FROM_REGISTERS
+        return VERY_FEW_ROWS_BY_HALVES if scaled is not None and scaled % 64 else VERY_FEW_ROWS
 
     @classmethod
     def heuristic(
@@ -176,7 +176,7 @@ class FewRowsOfTilesConfig:
         powers: bool,
         in_sum: bool,
         eight: bool,
-    ) -> FewRowsOfTilesConfig:
+    ) -> VeryFewRowsConfig:
         """Returns the config for about `num_tiles` of 64 columns, `depth` deep, in use.
 
         Scales are `powers` of two, or multiply each product before it is added (`in_sum`).

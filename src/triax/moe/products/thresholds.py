@@ -17,15 +17,15 @@ MOST_ROWS = 256
 rows weights are dequantized first, because each row tile would widen them again. "4-bit weights
 widened in memory by a kernel", H200."""
 
-ROWS_OF_TILES = 8
+VERY_FEW_ROWS = 8
 """Up to this, weights in tiles are multiplied by `mma.sync` on Hopper; with more rows `wgmma` is
 faster. "Tiles of 4-bit weights without shared memory", "More programs for tiles from 9 rows on",
 H100 and H200."""
 
-ROWS_OF_TILES_BY_HALVES = 40
+VERY_FEW_ROWS_BY_HALVES = 40
 """The same where each 32 of the depth has a scale that multiplies sums. In the same sections."""
 
-ROWS_OF_TILES_FROM_REGISTERS = 64
+VERY_FEW_ROWS_FROM_REGISTERS = 64
 """The same where tensor cores read registers alone, as on GPUs before Hopper. Not measured."""
 
 MOST_SCHEDULED = 512

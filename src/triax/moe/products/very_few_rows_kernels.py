@@ -1,4 +1,4 @@
-"""The kernel for few bfloat16 rows times weights in tiles, by `mma.sync`.
+"""The kernel for very few bfloat16 rows times weights in tiles, by `mma.sync`.
 
 A warp multiplies 64 columns, 64 of the depth at a time. A word of a tile holds weights that one
 thread multiplies (`packing.tile`), so each thread widens the words that it has loaded. SPLIT warps
@@ -137,9 +137,7 @@ def _sums(
     scales_at,
     zeros_at,
     steps,
-    PACKED: tl.constexpr,
-    SCALE_DEPTH: tl.constexpr,
-    CODES: tl.constexpr,
+    FORMAT: tl.constexpr,
     AT_ONCE: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
@@ -151,6 +149,9 @@ def _sums(
     more. Otherwise weights are multiplied twice.
     """
     first_step, steps_of_part, num_steps, depth, base = steps
+    PACKED: tl.constexpr = FORMAT[0]
+    SCALE_DEPTH: tl.constexpr = FORMAT[1]
+    CODES: tl.constexpr = FORMAT[2]
     SPLIT: tl.constexpr = first_step.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     # IN_SUM: products are scaled before they are added. PARTS of a step have a scale each.
@@ -210,7 +211,7 @@ def _sums(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _few_rows_of_tiles_kernel(
+def _very_few_rows_kernel(
     rows_ptr,
     words_ptr,
     tiles_ptr,
@@ -265,6 +266,7 @@ def _few_rows_of_tiles_kernel(
     E4M3_SCALES: tl.constexpr = CODES == "float8_e4m3fn"  # which are loaded as words
     STEP: tl.constexpr = _TILE // 4 if E4M3_SCALES else _TILE if IN_TILES else 1
     AT_ONCE: tl.constexpr = CODES is not None and PACKED == "float4_e2m1fn"
+    FORMAT: tl.constexpr = (PACKED, SCALE_DEPTH, CODES)
     # Weights depend on a load of 8 bits.
     base = _base(hidden, E4M3 or E4M3_SCALES, PACKED)
     num_steps = depth // _TILE
@@ -298,34 +300,10 @@ def _few_rows_of_tiles_kernel(
         if zeros_ptr is not None:
             zeros_at = zeros_ptr + of_columns
         steps = first_step, steps_of_part, num_steps, depth, base
-        total, codes = _sums(
-            words,
-            rows,
-            scales_at,
-            zeros_at,
-            steps,
-            PACKED,
-            SCALE_DEPTH,
-            CODES,
-            AT_ONCE,
-            STEP,
-            STAGES,
-        )
+        total, codes = _sums(words, rows, scales_at, zeros_at, steps, FORMAT, AT_ONCE, STEP, STAGES)
         if AT_ONCE:
             if tl.max(codes) >= 128:  # a power >= 2; or an e4m3 scale that is NaN or negative
-                total, _ = _sums(
-                    words,
-                    rows,
-                    scales_at,
-                    zeros_at,
-                    steps,
-                    PACKED,
-                    SCALE_DEPTH,
-                    CODES,
-                    False,
-                    STEP,
-                    1,
-                )
+                total, _ = _sums(words, rows, scales_at, zeros_at, steps, FORMAT, False, STEP, 1)
         total = tl.sum(total, 0).T
         if E4M3_SCALES:
             total *= 128.0
