@@ -43,6 +43,7 @@ PUBLIC = {
         "checked",
         "hostile_values",
         "poison",
+        "sanitized",
     ],
     "triax.moe": [
         "Checkpoint",

@@ -30,10 +30,12 @@ logger = logging.getLogger(__name__)
 _MOST_SECONDS = 3600
 TuningMode = Literal["auto", "cached", "strict", "off", "runtime"]
 TUNING_MODES: tuple[TuningMode, ...] = get_args(TuningMode)
+Sanitizer = Literal["consan", "fpsan"]
 
-# Both are part of `jax.jit`'s cache key.
+# All are part of `jax.jit`'s cache key.
 _tuning_mode = jax.make_user_context(None)
 checked_runs = jax.make_user_context(False)
+sanitizer = jax.make_user_context(None)
 
 # JAX's config contexts that change the result of a function.
 _SETTINGS_OF_JAX = (
@@ -46,8 +48,10 @@ _SETTINGS_OF_JAX = (
 
 def mode_in_force(tuning: TuningMode | None = None) -> str:
     """A call's argument `tuning`, else the mode of the innermost `tuning_mode` block, else
-    ``TRIAX_AUTOTUNE``, else "auto"."""
+    ``TRIAX_AUTOTUNE``, else "auto". A sanitizer's code is not worth timing: "off"."""
     check_choice("tuning", tuning, (None, *TUNING_MODES))
+    if sanitizer.value is not None:
+        return "off"
     if (mode := tuning or _tuning_mode.value) is not None:
         return str(mode)
     rule = f"be one of {', '.join(TUNING_MODES)}"
@@ -87,14 +91,15 @@ def checked() -> bool:
 
 def captured() -> Callable[[], AbstractContextManager[None]]:
     """Captures this thread's settings; the returned context applies them in another thread."""
-    mode, checks = _tuning_mode.value, checked_runs.value
+    contexts = _tuning_mode, checked_runs, sanitizer
+    held = [(context, context.value) for context in contexts]
     values = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS_OF_JAX}
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_tuning_mode(mode))
-            stack.enter_context(checked_runs(checks))
+            for context, value in held:
+                stack.enter_context(context(value))
             for name, value in values.items():
                 stack.enter_context(getattr(jax, name)(value))
             yield

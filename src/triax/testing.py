@@ -4,7 +4,8 @@ Moves are compared bit for bit with `assert_same_bits`; sums against a float64 r
 with `assert_close`, whose tolerance follows from the dtype and the number of terms.
 `hostile_values` gives inputs with NaN, infinities and signed zeros, and `poison` fills freed device
 memory with NaN, which reveals elements that a kernel forgets to write. `checked` makes the
-interpreter look for races between programs, and for uninitialised reads.
+interpreter look for races between programs, and for uninitialised reads; `sanitized` compiles
+kernels with one of Triton's sanitizers, for a GPU.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from triax import messages, settings
+from triax.compat import triton_private, versions
 from triax.errors import ArgumentTypeError, ArgumentValueError
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "checked",
     "hostile_values",
     "poison",
+    "sanitized",
 ]
 
 TOLERANCES: dict[str, float] = {
@@ -163,6 +166,43 @@ def checked() -> Iterator[None]:
         `jit` JAX raises its own exception with the same text.
     """
     with settings.checked_runs(True):
+        yield
+
+
+@contextlib.contextmanager
+def sanitized(sanitizer: settings.Sanitizer) -> Iterator[None]:
+    """Compiles kernels in the block with one of Triton's sanitizers, on a GPU.
+
+        with triax.testing.sanitized("consan"):
+            jax.block_until_ready(op(x))
+
+    `"consan"` (concurrency) follows every access to shared memory and every barrier: a block that
+    another warp, TMA or a tensor core may still be writing, a barrier that is not initialised, a
+    deadlock. A finding is a device assertion: its text is printed to stderr, the call fails, and
+    the process can use the GPU no longer. So run it in a process of its own.
+
+    `"fpsan"` (floating point) computes with integers in place of floats: sums and products are
+    exact, modulo a power of two, and `exp` and its like are functions that keep some identities.
+    The results have no meaning as numbers, but two kernels of one formula have the same bits,
+    whatever order they sum in: compare them with `assert_same_bits`. A wrong or missing operand, or
+    a value that is rounded in another place, changes the bits.
+
+    A function that was traced outside the block is traced again inside, and vice versa. Kernels
+    with several configs use the first that compiles; nothing is measured. A sanitized kernel is
+    slow and needs more memory, some more shared memory too. XLA's own operations are not sanitized.
+
+    Args:
+      sanitizer: "consan" or "fpsan".
+
+    Raises:
+      ArgumentValueError: `sanitizer` is neither.
+      MissingDependencyError, UnsupportedError: there is no Triton, or one older than 3.9. Also
+        (UnsupportedError) from the call of a kernel that the interpreter runs.
+    """
+    messages.check_choice("sanitizer", sanitizer, get_args(settings.Sanitizer))
+    what = "`triax.testing.sanitized`"
+    triton_private.require(versions.SANITIZERS, what, "Upgrade Triton, or use `checked`.")
+    with settings.sanitizer(sanitizer):
         yield
 
 

@@ -78,7 +78,7 @@ def test_what_is_saved_while_configs_are_timed_has_its_own_size():
     ],
 )
 def test_order_with_scratch(leaves, aliases, results, expected):
-    order = order_buffers(launch(leaves, aliases, results), scratch=True)
+    order = order_buffers(launch(leaves, aliases, results), scratches=1)
     assert order.results == expected
     plain = order_buffers(launch(leaves, aliases, results))
     assert order.operands == plain.operands

@@ -14,11 +14,12 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from triax import messages
+from triax import messages, settings
 from triax.binding import dtypes, exact, hooks
 from triax.binding import grid as grids
 from triax.binding.kernel import Hook, Kernel, MetaParameters, Parameter
 from triax.binding.launch import (
+    SANITIZER_OPTION,
     Alias,
     Argument,
     ArrayType,
@@ -44,6 +45,7 @@ _LAUNCH_OPTIONS: dict[str, tuple[Any, str]] = {
     ),
     "launch_pdl": (False, "XLA decides when a kernel starts; leave the option out."),
     "cluster_dims": ((1, 1, 1), "Use `num_ctas`."),
+    SANITIZER_OPTION: ("", "Use triax.testing.sanitized."),
     "ptx_options": (None, "Set JAX_TRITON_PTXAS_EXTRA_FLAGS, which jaxlib gives to its ptxas."),
 }
 
@@ -192,6 +194,8 @@ def _candidate(
         **config_options,
     }
     _refuse_launch_options(kernel.name, compiler_options)
+    if (sanitizer := settings.sanitizer.value) is not None:
+        compiler_options[SANITIZER_OPTION] = sanitizer
     seen = MetaParameters({**request.arguments, **meta, **compiler_options}, used)
     of_kernel = f"of kernel {kernel.name!r}"
     grid, source = request.grid, ""

@@ -24,6 +24,7 @@ from triax.compat import triton_private
 
 Grid: TypeAlias = tuple[int, int, int]
 KernelImplementation = Literal["triton", "interpret"]
+SANITIZER_OPTION = "instrumentation_mode"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,6 +239,11 @@ class Launch:
         return {name: static.value for name, static in self.candidate.options}
 
     @property
+    def sanitizer(self) -> str | None:
+        """The sanitizer that the kernel is compiled with."""
+        return self.options.get(SANITIZER_OPTION)
+
+    @property
     def operand_of_result(self) -> dict[int, int]:
         """For each aliased output, the operand whose buffer it shares."""
         return {alias.result: alias.operand for alias in self.aliases}
@@ -309,7 +315,8 @@ class CompiledKernel:
     """Triton's output for one launch, in the form that XLA's custom call needs.
 
     `name` is the PTX entry, unique to the code. `cubin` is the machine code of `ptx`, made only on
-    request because XLA makes its own.
+    request because XLA makes its own. A block of the grid has its own part of each scratch; that of
+    a sanitizer (Triton's profile scratch) begins as zeros.
     """
 
     name: str
@@ -320,6 +327,8 @@ class CompiledKernel:
     shared_bytes: int
     global_scratch_bytes: int
     global_scratch_align: int
+    sanitizer_scratch_bytes: int
+    sanitizer_scratch_align: int
     parameters: tuple[tuple[int, Assumption], ...]
     """The parameters in the kernel's order, each as its number in `Launch.leaves` and what the code
     assumes of it; without None and integers of 1, which Triton folds into the code."""

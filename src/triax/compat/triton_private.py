@@ -284,6 +284,7 @@ class Compiled:
     global_scratch_bytes: int
     global_scratch_align: int
     profile_scratch_bytes: int
+    profile_scratch_align: int
     tensor_descriptors: tuple[dict[str, Any], ...]
     ir_path: str
 
@@ -339,6 +340,7 @@ def compile_to_ptx(
         global_scratch_bytes=metadata.global_scratch_size or 0,
         global_scratch_align=metadata.global_scratch_align or 1,
         profile_scratch_bytes=getattr(metadata, "profile_scratch_size", 0) or 0,
+        profile_scratch_align=getattr(metadata, "profile_scratch_align", 1) or 1,
         tensor_descriptors=tuple(getattr(metadata, "tensordesc_meta", None) or ()),
         ir_path=files.get(".ttir") or files[".ttgir"],
     )

@@ -94,6 +94,14 @@ VARIADIC_KERNELS = Gate(
     "triton-lang/triton 3.8: CodeGenerator.visit_arguments",
     package="triton",
 )
+SANITIZERS = Gate(
+    "Triton's sanitizers (`triax.testing.sanitized`)",
+    "3.9.0",
+    "its compiler passes for them, and their option, are not there before",
+    "an error that says so",
+    "triton-lang/triton 3.9: CUDAOptions.instrumentation_mode, consan and fpsan",
+    package="triton",
+)
 # 0.8.2 dropped the three cluster dimensions and put num_ctas behind num_warps. No nightly floor: a
 # wrong argument list is a TypeError.
 KERNEL_NUM_CTAS = Gate(

@@ -25,7 +25,7 @@ _MAX_WARPS = 32  # 1024 threads per block on every architecture
 _MAX_CTAS = 8  # a larger cluster needs an attribute of the kernel that jaxlib does not set
 
 
-def check_fits(compiled: triton_private.Compiled, compute_capability: int) -> None:
+def check_fits(launch: Launch, compiled: triton_private.Compiled, compute_capability: int) -> None:
     """Raises `CompilationError` for a kernel that no GPU of this kind can launch."""
     known = architectures.BY_CAPABILITY.get(compute_capability)  # otherwise the driver checks
     if known is not None and compiled.shared_bytes > known.shared_bytes:
@@ -45,10 +45,10 @@ def check_fits(compiled: triton_private.Compiled, compute_capability: int) -> No
             f"it needs clusters of {compiled.num_ctas} blocks (num_ctas) on compute capability "
             f"{compute_capability}; {limit_text}"
         )
-    if compiled.profile_scratch_bytes:
+    if compiled.profile_scratch_bytes and launch.sanitizer is None:
         raise CompilationError(
-            "it was compiled for Triton's profiler, whose scratch memory XLA does not provide; "
-            "turn the instrumentation off"
+            "it was compiled for Triton's profiler, which nobody would read here; turn the "
+            "instrumentation off"
         )
 
 
@@ -78,6 +78,8 @@ def finish(
         shared_bytes=compiled.shared_bytes,
         global_scratch_bytes=compiled.global_scratch_bytes,
         global_scratch_align=compiled.global_scratch_align,
+        sanitizer_scratch_bytes=compiled.profile_scratch_bytes,
+        sanitizer_scratch_align=compiled.profile_scratch_align,
         parameters=tuple(_parameters(launch, source, compiled)),
         writes=tuple(tuple(pointers[i] for i in reached) for reached in written),
     )

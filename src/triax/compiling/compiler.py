@@ -153,7 +153,7 @@ def _compile(
                 _compilations += 1
             disk_cache.prepare()
             compiled = triton_private.compile_to_ptx(source, backend, options, code, on_miss)
-            compiled_kernel.check_fits(compiled, compute_capability)
+            compiled_kernel.check_fits(launch, compiled, compute_capability)
             entry.kernel = compiled_kernel.finish(launch, compute_capability, source, compiled)
             name, config = launch.kernel.name, launch.candidate.config
             logger.debug("compiled %s [%s] as %s", name, config, entry.kernel.name)

@@ -4,7 +4,7 @@ In: a call, its launches and compiled kernels. Out: the target, the bytes jaxlib
 and the order in which buffers must be passed. jaxlib walks a kernel's parameters and
 takes one buffer for each array parameter: first the custom call's operands in order,
 then its results. Triton's global scratch is one more result, because jaxlib's own allocation at
-launch fails while a CUDA graph is captured.
+launch fails while a CUDA graph is captured; so is that of Triton's sanitizers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BufferOrder:
 
     `operands` names each operand of the custom call: an `Operand`, or a `Result` for
     which an uninitialised buffer is passed in. `results` are the flattened outputs in
-    the custom call's order, and None for the kernel's scratch. `aliases` pairs positions
+    the custom call's order, and None for each scratch of the kernel. `aliases` pairs positions
     in `operands` and `results`.
     """
 
@@ -53,12 +53,11 @@ class BufferOrder:
     aliases: tuple[tuple[int, int], ...]
 
 
-def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
+def order_buffers(launch: Launch, *, scratches: int = 0) -> BufferOrder:
     """Finds the buffer order for which jaxlib's walk matches the kernel's parameter order.
 
     Outputs at the end of the parameter list are plain results of the custom call. An output before
-    an operand is passed as an uninitialised operand that a result is aliased to. Scratch is the
-    last parameter.
+    an operand is passed as an uninitialised operand that a result is aliased to. Scratch is last.
     """
     pointers = [
         leaf.buffer if isinstance(leaf, Descriptor) else leaf
@@ -72,7 +71,7 @@ def order_buffers(launch: Launch, *, scratch: bool = False) -> BufferOrder:
     tail = [leaf.index for leaf in pointers[first_tail:]]
     # Buffers after the last parameter are ignored, so the rest may be in any order.
     surplus = (i for i in range(len(launch.results)) if i not in tail)
-    results = (*tail, *([None] if scratch else []), *surplus)
+    results = (*tail, *[None] * scratches, *surplus)
     pairs = [
         (operands.index(Operand(alias.operand)), results.index(alias.result))
         for alias in launch.aliases
@@ -157,22 +156,23 @@ def check_writes(launch: Launch, kernel: CompiledKernel) -> None:
             )
 
 
-def scratch_bytes(launch: Launch, kernel: CompiledKernel) -> int:
-    """The scratch memory of all blocks of a launch.
+def scratch_bytes(launch: Launch, kernel: CompiledKernel) -> tuple[int, int]:
+    """The scratch memory of all blocks of a launch: Triton's global scratch, a sanitizer's.
 
     Raises:
       CompilationError: it is more than any GPU has.
     """
     blocks = math.prod(launch.candidate.grid) * kernel.num_ctas
-    needed = blocks * kernel.global_scratch_bytes
+    of_a_block = kernel.global_scratch_bytes, kernel.sanitizer_scratch_bytes
+    needed = blocks * sum(of_a_block)
     if needed > _MAX_SCRATCH_BYTES:
         raise CompilationError(
-            f"Kernel {launch.name!r} needs {kernel.global_scratch_bytes} bytes of scratch memory "
+            f"Kernel {launch.name!r} needs {sum(of_a_block)} bytes of scratch memory "
             f"for each of {blocks} blocks, {needed} bytes in all. Give a smaller `grid`, with "
             "programs that loop over tiles, or make the descriptors on the host "
             "(triax.TensorDescriptor)."
         )
-    return needed
+    return blocks * of_a_block[0], blocks * of_a_block[1]
 
 
 def _saved_buffers(launch: Launch, buffers: BufferOrder) -> list[tuple[int, int, int]]:
@@ -226,8 +226,14 @@ def _kernel_call(launch: Launch, kernel: CompiledKernel) -> Any:
         else:
             alignment = 16 if assumed else 0
             parameters.append(module.create_array_parameter(zeroed.get(leaf, 0), alignment))
+    _, sanitizer_bytes = scratch_bytes(launch, kernel)
     if kernel.global_scratch_bytes:
         parameters.append(module.create_array_parameter(0, kernel.global_scratch_align))
+    elif sanitizer_bytes:
+        parameters.append(module.create_scalar_parameter(0, "i64"))  # a null pointer in its place
+    if sanitizer_bytes:  # Triton's own launcher zeroes it, too
+        alignment = kernel.sanitizer_scratch_align
+        parameters.append(module.create_array_parameter(sanitizer_bytes, alignment))
     compiled = jax_private.make_triton_kernel(kernel)
     return module.TritonKernelCall(compiled, *launch.candidate.grid, parameters)
 

@@ -37,8 +37,9 @@ def compiled(
     for launch, kernel in zip(launches, kernels, strict=True):
         custom_call.check_writes(launch, kernel)
     target = custom_call.choose_target(call, launches)
-    scratch_bytes = max(map(custom_call.scratch_bytes, launches, kernels))
-    buffers = custom_call.order_buffers(launches[0], scratch=scratch_bytes > 0)
+    needed = zip(*map(custom_call.scratch_bytes, launches, kernels), strict=True)
+    scratches = [nbytes for nbytes in map(max, needed) if nbytes]
+    buffers = custom_call.order_buffers(launches[0], scratches=len(scratches))
     opaque = custom_call.payload(call, launches, kernels, buffers)
     updated = {operand for operand, _ in buffers.aliases}
     values, avals = [], []
@@ -50,8 +51,8 @@ def compiled(
         else:
             avals.append(ctx.avals_out[leaf.index])
             values.append(_uninitialised(ctx, avals[-1]))
-    scratch = jax.core.ShapedArray((scratch_bytes,), np.dtype(np.uint8))
-    avals_out = [scratch if i is None else ctx.avals_out[i] for i in buffers.results]
+    of_scratch = (jax.core.ShapedArray((nbytes,), np.dtype(np.uint8)) for nbytes in scratches)
+    avals_out = [next(of_scratch) if i is None else ctx.avals_out[i] for i in buffers.results]
     inner = ctx.replace(avals_in=avals, avals_out=avals_out)
     attributes: dict[str, Any] = {"opaque": opaque}
     cost_json = custom_call.cost_estimate(call, target, versions.gated_version())

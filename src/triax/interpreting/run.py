@@ -53,6 +53,12 @@ def run(
             f"Kernel `{launch.name}` is written in Gluon, which only runs on a GPU: Triton "
             "has no interpreter for it."
         )
+    if launch.sanitizer is not None:
+        raise UnsupportedError(
+            f"Kernel `{launch.name}` runs in Triton's interpreter, inside "
+            f"`triax.testing.sanitized({launch.sanitizer!r})`, which is for kernels on a GPU. Use "
+            "`triax.testing.checked()` here."
+        )
     buffers, results = _buffers(launch, operands)
     if not launch.candidate.is_empty:
         if checked:

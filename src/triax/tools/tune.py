@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from triax import messages
+from triax import messages, settings
 from triax.binding.launch import ArrayType, BoundCall
 from triax.compat import jax_private
 from triax.compiling import compiler
 from triax.devices import Device, capability_of, is_cuda
-from triax.errors import ArgumentTypeError, UnsupportedError
+from triax.errors import ArgumentTypeError, TuningError, UnsupportedError
 from triax.primitive import eager_listener
 from triax.tuning import policy
 from triax.tuning.recording import Records, record
@@ -42,10 +42,12 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Records:
       ArgumentTypeError: `function` is not callable, or JAX is tracing, as inside `jax.jit`.
       UnsupportedError: a call's operands are not on a GPU of this process.
       CompilationError: none of a kernel's configs compiles and runs.
-      TuningError: nothing can be measured here; the message says why.
+      TuningError: nothing can be measured here, as under a sanitizer; the message says why.
     """
     messages.check_callable("function", function)
     _check_values((args, kwargs))
+    if settings.sanitizer.value is not None:
+        raise TuningError("`tune` measures kernels: call it outside of `triax.testing.sanitized`.")
     tuned: set[str] = set()  # names of keys
 
     def listen(call: BoundCall, operands: Sequence[Any], result_avals: Any) -> None:
