@@ -4,26 +4,28 @@ import numpy as np
 import pytest
 
 from tests.moe.cases import LARGE, NAMED
-from tests.moe.test_cases import judge, made
+from tests.moe.test_cases import made
 from triax.testing import poison
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:ragged_dot dequantizes its weights"),  # some do, rightly
+]
 
 
 @pytest.mark.parametrize("name", NAMED | LARGE)
 def test_case(name):
     """Results and gradients, in memory that was poisoned: the same bits in every run."""
     case = made(name, "triton")
-    batch = [case.inputs(run) for run in range(4)]
+    batch = [case.inputs(run) for run in range(2 if name in LARGE else 4)]
     poison(64 << 20)
-    first, second = case.run(batch), case.run(batch)
-    judge(case, batch, first)
-    judge(case, batch, second)
-    for arrays, *found in zip(batch, first, second, strict=True):
-        with np.errstate(all="ignore"):
-            wanted = case.expect(arrays, found[0])
-        for name, of in wanted.items():
-            one, other = (result[name] for result in found)
+    results, again = case.run(batch), case.run(batch)
+    for arrays, one, other in zip(batch, results, again, strict=True):
+        wanted = case.wanted(arrays, one)
+        text = case.judge(arrays, one, wanted)
+        assert text is None, f"{case.call}: {text}"
+        for result, of in wanted.items():
             specified = getattr(of, "where", np.True_)  # what else there is, nobody promises
-            specified = np.broadcast_to(specified, one.shape)
-            assert one[specified].tobytes() == other[specified].tobytes(), name
+            specified = np.broadcast_to(specified, one[result].shape)
+            same = one[result][specified].tobytes() == other[result][specified].tobytes()
+            assert same, f"{case.call}: {result} has other bits in the second run"
