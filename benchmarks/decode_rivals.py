@@ -21,7 +21,6 @@ installed, or whose result is wrong, gets the reason in place of times.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import gc
@@ -39,7 +38,7 @@ from benchmarks.harness import record, rivals
 from benchmarks.harness.inputs import LAYERS, normal
 from benchmarks.harness.streams import Stream, find_limit
 from triax import moe
-from triax.benchmark import HOST_BOUND, clock_of, time_calls
+from triax.benchmark import HOST_BOUND, time_calls
 
 MODELS = {
     "gpt-oss-120b": LAYERS["gpt-oss-120b"]._replace(experts=128),
@@ -115,11 +114,6 @@ def libraries_of(name: str) -> dict[str, Any]:
     return found
 
 
-def reason(error: Exception) -> str:
-    """Why there are no times."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
 @jax.jit
 def expected(x: jax.Array, w: Any, experts: jax.Array) -> jax.Array:
     """Each row times its expert's dequantized weights, in float32."""
@@ -142,10 +136,7 @@ def ready(call: rivals.Call, is_own: bool, rows: np.ndarray, wanted: jax.Array) 
 
 def median_us(call: rivals.Call, is_own: bool) -> float:
     """The median of a call's times on the device."""
-    clock = copy.copy(clock_of(jax.devices()[0]))
-    if not is_own:
-        clock.hold = rivals.hold
-    timing = time_calls(call, clock, TARGET_MS)
+    timing = time_calls(call, rivals.clock(is_own), TARGET_MS)
     if timing.method == HOST_BOUND:
         raise RuntimeError("the host is too slow to measure it")
     return timing.median_us
@@ -173,7 +164,7 @@ def measure_product(
         try:
             ways |= prepare(w)
         except Exception as error:  # importing a library can raise anything
-            failed[library] = reason(error)
+            failed[library] = record.reason(error)
     for tokens in all_tokens:
         chosen = np.random.default_rng(tokens).random((tokens, experts)).argsort(1)[:, :top_k]
         chosen = np.sort(chosen, axis=None).astype(np.int32)
@@ -191,7 +182,7 @@ def measure_product(
                 if way not in found:
                     samples[way].append(median_us(calls[way], way == "Triax"))
             except Exception as error:  # out of memory, or anything in a library
-                found[way] = reason(error)
+                found[way] = record.reason(error)
         found |= {way: statistics.median(us) for way, us in samples.items() if way not in found}
         yield Product(fastest(found), read_us * w.nbytes * np.count_nonzero(sizes) / experts)
 

@@ -26,6 +26,7 @@ from triax.devices import is_cuda, reported_by_driver
 
 _PACKAGES = "jax jaxlib jax-cuda13-plugin jax-cuda12-plugin triton cuda-bindings torch tokamax"
 _PACKAGES += " transformer-engine transformer-engine-jax transformers vllm"
+_PACKAGES += " sonic-moe quack-kernels nvidia-cutlass-dsl scattermoe"
 
 
 def main(measure: Callable[[], Iterable[tuple[str, Any]]], **shape: Any) -> None:
@@ -111,6 +112,11 @@ def where(record: dict[str, Any]) -> str:
     names = [name for name in ("triax", "jax", "triton") if name in record["versions"]]
     versions = (f"{name} {record['versions'][name]}" for name in names)
     return ", ".join([record["device"], *versions, record["written"][:10]])
+
+
+def reason(error: Exception) -> str:
+    """Why there are no figures, in one line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
 
 def check(what: str, actual: Any, expected: Any, tolerance: float = 0.0) -> None:

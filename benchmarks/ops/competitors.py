@@ -13,13 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.harness import rivals
 from benchmarks.ops import plain_moves as plain
 from benchmarks.ops.cases import OPS, Case, Inputs
 from triax import moe
 
 OWN, DENSE = "triax", "dense"
-# How many ticks the clock of a GPU makes in a microsecond at most.
-_TICKS_PER_US = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +26,16 @@ class Competitor:
     """Another way to compute what a case computes.
 
     What is timed is `program`, on the result of `prepare(inputs)`: what a user has at hand before
-    the op runs. The program of another library is not jitted: its `hold` keeps the device busy for
-    some microseconds, as `CudaClock.hold` does, and `finish` makes an array of JAX of its result.
+    the op runs. It is a program of JAX, or PyTorch's where it is not `is_own`.
     """
 
     program: Callable[[Any], Any]
     prepare: Callable[[Inputs], Any] = lambda inputs: inputs
-    hold: Callable[[float], Any] | None = None
-    finish: Callable[[Any], Any] = lambda outputs: outputs
+    is_own: bool = True
+
+    def finish(self, outputs: Any) -> Any:
+        """The program's results as arrays of JAX."""
+        return outputs if self.is_own else rivals.result(outputs)
 
 
 Maker = Callable[[Case], Competitor]
@@ -108,13 +109,8 @@ def _by_torch(prepare: Any, program: Any) -> Competitor:
     if not torch.cuda.is_available():
         raise RuntimeError("PyTorch finds no GPU")
 
-    def finish(tensors: Any) -> Any:
-        torch.cuda.synchronize()
-        return jax.tree.map(jnp.from_dlpack, tensors)
-
     given = lambda i: [torch.from_dlpack(a) for a in jax.block_until_ready(prepare(i))]
-    hold = lambda us: torch.cuda._sleep(round(us * _TICKS_PER_US))
-    return Competitor(program, given, hold, finish)
+    return Competitor(program, given, is_own=False)
 
 
 def _torch_select(case: Case) -> Competitor:
@@ -122,67 +118,6 @@ def _torch_select(case: Case) -> Competitor:
         operands[0], 0, operands[1]
     )
     return _by_torch(lambda i: [_with_index(i)[name] for name in ("x", "index")], select)
-
-
-def _torch_layer(experts_of: Callable[[Any], Any]) -> Maker:
-    """The layer with autograd, and experts from `experts_of(torch)`.
-
-    Those are a function of tokens, the weights and numbers of a token's experts, and their
-    matrices, and return the sum of a token's rows.
-    """
-
-    def make(case: Case) -> Competitor:
-        torch = importlib.import_module("torch")
-        experts = experts_of(torch)
-
-        def program(operands: Any) -> Any:
-            *leaves, gradient = operands
-            x, logits, gate_up, down = leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-            weights, chosen = torch.topk(torch.softmax(logits, dim=1), case.top_k)
-            weights = (weights / weights.sum(dim=1, keepdim=True)).to(x.dtype)
-            out = experts(x, weights, chosen, gate_up, down)
-            return out.detach(), *torch.autograd.grad(out, leaves, gradient)
-
-        return _by_torch(lambda i: [i[name] for name in OPS["layer"].inputs.split()], program)
-
-    return make
-
-
-def _swiglu(torch: Any) -> Any:
-    def swiglu(gate_up: Any) -> Any:
-        gate, up = gate_up.chunk(2, dim=1)
-        return torch.nn.functional.silu(gate) * up
-
-    return torch.compile(swiglu, dynamic=True)
-
-
-def _torch_grouped(torch: Any) -> Any:
-    """As the MoE blocks of transformers with their experts' `grouped_mm`."""
-    swiglu, grouped = _swiglu(torch), torch.nn.functional.grouped_mm
-
-    def experts(x: Any, weights: Any, chosen: Any, gate_up: Any, down: Any) -> Any:
-        order = torch.argsort(chosen.flatten())
-        sizes = torch.bincount(chosen.flatten(), minlength=gate_up.shape[0])
-        ends = torch.cumsum(sizes, dim=0).to(torch.int32)
-        inner = swiglu(grouped(x[order // chosen.shape[1]], gate_up, offs=ends))
-        rows = grouped(inner, down, offs=ends)[torch.argsort(order)]
-        return torch.bmm(weights[:, None], rows.view(*chosen.shape, -1))[:, 0]
-
-    return experts
-
-
-def _scattermoe(torch: Any) -> Any:
-    """As its `GLUMLP`, with the gate's columns first."""
-    library, swiglu = importlib.import_module("scattermoe.parallel_experts"), _swiglu(torch)
-
-    def experts(x: Any, weights: Any, chosen: Any, gate_up: Any, down: Any) -> Any:
-        top_k = chosen.shape[1]
-        order = library.flatten_sort_count(chosen, num_experts=gate_up.shape[0])
-        rows = library.parallel_linear(x, gate_up, top_k, *order, grouped_out=True)
-        multiply = library.parallel_linear
-        return multiply(swiglu(rows), down, 1, *order, gates=weights, grouped_in=True)
-
-    return experts
 
 
 def _engine() -> Any:
@@ -253,6 +188,5 @@ TABLE: dict[str, dict[str, Maker]] = {
         "torch.index_select": _torch_select,
     },
     **{op: _DOTS for op in OPS if OPS[op].matmuls},
-    "layer": _DOTS
-    | {"torch grouped_mm": _torch_layer(_torch_grouped), "ScatterMoE": _torch_layer(_scattermoe)},
+    "layer": _DOTS,
 }

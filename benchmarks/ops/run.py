@@ -7,7 +7,6 @@ line in the record, and the others go on.
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import functools
 import gc
@@ -21,6 +20,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import record as records
+from benchmarks.harness import rivals
 from benchmarks.harness.streams import Stream, find_limit
 from benchmarks.harness.timing import chained, one_of_many_us
 from benchmarks.ops import checks, plots, report
@@ -28,7 +28,7 @@ from benchmarks.ops.cases import OPS, Case
 from benchmarks.ops.competitors import DENSE, OWN, Competitor, competitors, dense
 from benchmarks.ops.first_call import measure_first_calls
 from benchmarks.ops.suites import DTYPES, NAMES, ROUTINGS, SUITES, Suite, select
-from triax.benchmark import HOST_BOUND, CallTiming, clock_of, time_bursts, time_calls, time_program
+from triax.benchmark import HOST_BOUND, CallTiming, time_bursts, time_calls, time_program
 from triax.devices import is_cuda
 
 # Part of messages of JAX and PyTorch. XLA uses the first also where a kernel wants more shared
@@ -130,7 +130,7 @@ def run(
                 if on_gpu:
                     stream_us = limit_us(case, limits)
             except Exception as error:  # mostly out of memory
-                notes[f"no stream limit for {case.label}: {_first_line(error)}"] = None
+                notes[f"no stream limit for {case.label}: {records.reason(error)}"] = None
             # float32 products are exact for all: some take TF32 by default.
             with jax.default_matmul_precision("highest" if case.flops else None):
                 record["results"] += _measure(case, stream_us, case in compared, notes)
@@ -159,11 +159,11 @@ def _measure(
     case: Case, stream_us: float | None, compared: bool, notes: dict[str, None]
 ) -> list[dict[str, Any]]:
     """The results of all implementations of one case."""
-    rivals: dict[str, Competitor | str] = {OWN: Competitor(case.program())}
-    rivals |= {DENSE: dense(case)} if case.flops else {}
-    rivals |= competitors(case) if compared else {}
+    ways: dict[str, Competitor | str] = {OWN: Competitor(case.program())}
+    ways |= {DENSE: dense(case)} if case.flops else {}
+    ways |= competitors(case) if compared else {}
     results: dict[str, dict[str, Any]] = {}
-    for name, rival in rivals.items():
+    for name, rival in ways.items():
         if isinstance(rival, str):
             notes[f"{name} is left out: {rival}"] = None
             continue
@@ -171,13 +171,13 @@ def _measure(
         try:
             times, wrong = _time(case, name, rival)
         except Exception as error:
-            wrong = f"failed: {_first_line(error)}"
+            wrong = f"failed: {records.reason(error)}"
             text = f"{type(error).__name__}: {error}"
             if any(word in text for word in _OUT_OF_MEMORY) and "shared memory" not in text.lower():
                 advice = "XLA_PYTHON_CLIENT_MEM_FRACTION says how much is JAX's"
                 notes[f"left out, out of memory: {case.label} by {name}; {advice}"] = None
                 continue
-        results[name] = _result(case, name, times, stream_us, wrong)
+        results[name] = entry(case, name, times, stream_us, wrong)
     in_bursts = [r for r in results.values() if r["seconds_method"] == "bursts"]
     for result in in_bursts if results.get(DENSE) in in_bursts else ():
         result["fraction_of_dense"] = results[DENSE]["median_us"] / result["median_us"]
@@ -188,15 +188,13 @@ def _time(case: Case, name: str, rival: Competitor) -> tuple[dict[str, Any] | No
     """One implementation's times if its results are right; else what is wrong with them."""
     inputs = case.make_inputs()
     prepared = jax.block_until_ready(rival.prepare(inputs))
-    program = rival.program if rival.hold else jax.jit(rival.program)
+    program = jax.jit(rival.program) if rival.is_own else rival.program
     if name != DENSE:  # a limit computes something else
         wrong = checks.problem(case, inputs, rival.finish(program(prepared)))
         if wrong is not None:
             return None, wrong
-    if rival.hold:  # another library's
-        clock = copy.copy(clock_of(jax.devices()[0]))
-        clock.hold = rival.hold
-        call = functools.partial(program, prepared)
+    if not rival.is_own:
+        clock, call = rivals.clock(is_own=False), functools.partial(program, prepared)
         timing = time_bursts(call, clock) if case.flops else time_calls(call, clock, 50.0)
         return dataclasses.asdict(timing) | {"graph_us": None}, None
     timing = time_program(program, prepared, target_ms=50.0, bursts=bool(case.flops))
@@ -209,7 +207,7 @@ def _time(case: Case, name: str, rival: Competitor) -> tuple[dict[str, Any] | No
     return dataclasses.asdict(timing) | {"graph_us": graph_us}, None
 
 
-def _result(
+def entry(
     case: Case,
     name: str,
     times: dict[str, Any] | None,
@@ -243,14 +241,10 @@ def _memory(cases: list[Case], suite: Suite) -> Iterator[dict[str, Any]]:
     moves = [*filter(suite.competes, moves)] or moves
     for case in {case.preset: case for case in sorted(moves, key=lambda c: c.tokens)}.values():
         case = dataclasses.replace(case, op="moves+grad", routing="uniform")
-        rivals: dict[str, Any] = {OWN: Competitor(case.program()), **competitors(case)}
+        ways: dict[str, Any] = {OWN: Competitor(case.program()), **competitors(case)}
         for name in (OWN, "argsort+take", "hand-written vjp", "hand-fused vjp"):
-            lowered = jax.jit(rivals[name].program).lower(jax.eval_shape(case.make_inputs))
+            lowered = jax.jit(ways[name].program).lower(jax.eval_shape(case.make_inputs))
             stats: Any = lowered.compile().memory_analysis()
             shape = {"preset": case.preset, "tokens": case.tokens, "dtype": case.dtype}
             temporary = {"temporary_bytes": stats.temp_size_in_bytes}
             yield {"program": case.op, **shape, "implementation": name, **temporary}
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
