@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from jax.extend.mlir import ir
 
 import triax
 from tests import descriptors, kernels
@@ -25,6 +26,7 @@ from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
 from triax.compat import jax_private, versions
 from triax.emitting.custom_call import _saved_buffers, cost_estimate, order_buffers
+from triax.emitting.reading import triton_calls
 from triax.errors import CompilationError, UnsupportedError, VersionError
 
 A = ArrayType((4,), np.dtype(np.float32))
@@ -276,6 +278,37 @@ def test_zeroed_bytes_reach_the_right_parameter():
     x = np.zeros(50, np.float32)
     call = cuda_call(f, x, x)
     assert call.zeroed_bytes[0] == (0, 0, 200, 200)
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(%0, %arg0, %1)", "(%0, %arg0, %arg1)"),
+        ("return %3, %4, %5", "return %3, %2#2, %5"),
+        # A barrier over several arrays, which XLA looks through.
+        (
+            "%4 = stablehlo.optimization_barrier %2#2 : tensor<50xf32>",
+            "%4, %6 = stablehlo.optimization_barrier %2#2, %3 : tensor<50xf32>, tensor<50xf32>",
+        ),
+        ("%1 = stablehlo.optimization_barrier %arg1", "%1 = stablehlo.negate %arg1"),
+    ],
+    ids=["an aliased argument", "a result", "several arrays", "another operation"],
+)
+def test_a_call_without_a_fence_is_told(old, new):
+    x = np.zeros(50, np.float32)
+    lowered = jax.jit(mixed).trace(x, x).lower(lowering_platforms=("cuda",))
+    module = lowered.compiler_ir("stablehlo")
+    text = str(module)
+    assert text.count(old) == 1
+
+    def is_fenced(text):
+        parsed = ir.Module.parse(text, context=module.context)
+        (call,) = triton_calls(types.SimpleNamespace(compiler_ir=lambda dialect: parsed))
+        return call.fenced
+
+    assert is_fenced(text)
+    assert not is_fenced(text.replace(old, new))
 
 
 @pytest.mark.cuda_plugin
