@@ -22,6 +22,7 @@ import functools
 import gc
 import os
 import statistics
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -91,6 +92,7 @@ def ways_of(case: Case, inputs: Inputs) -> tuple[dict[str, Way], dict[str, str]]
         else:
             makers[name] = lambda found=found: by_jax(found, inputs)
     for name, make in makers.items():
+        start = time.perf_counter()
         try:
             way = make()
             if name != DENSE and (wrong := checks.problem(case, inputs, way.outputs, wanted)):
@@ -98,7 +100,8 @@ def ways_of(case: Case, inputs: Inputs) -> tuple[dict[str, Way], dict[str, str]]
             ways[name] = way._replace(outputs=None)
         except Exception as error:  # out of memory, or anything in a library
             left_out[name] = record.reason(error)
-            print(f"{case.preset}: {name} is left out: {left_out[name]}", flush=True)
+        found = left_out.get(name, f"ready after {time.perf_counter() - start:.0f} s")
+        print(f"{case.preset}, {name}: {found}", flush=True)
         gc.collect()  # a cycle somewhere may still hold arrays of gigabytes
     return ways, left_out
 
