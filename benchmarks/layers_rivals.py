@@ -32,7 +32,7 @@ from benchmarks.harness.inputs import LAYERS
 from benchmarks.ops import checks
 from benchmarks.ops.cases import OPS, Case, Inputs
 from benchmarks.ops.competitors import DENSE, OWN, Competitor, competitors, dense
-from benchmarks.ops.run import entry
+from benchmarks.ops.report import entry
 from triax.benchmark import CallTiming, time_bursts
 
 ROUNDS = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import textwrap
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from benchmarks.harness.record import where
 from benchmarks.ops.cases import Case
 from benchmarks.ops.competitors import OWN
-from triax.benchmark import HOST
+from triax.benchmark import HOST, HOST_BOUND, CallTiming
 
 Result = dict[str, Any]
 
@@ -27,6 +28,34 @@ _NOTES = {
     "in a graph": "in a graph: µs of one of many runs inside one program",
     "bursts": "matmuls run in bursts with rest between; dense has as many operations",
 }
+
+
+def entry(
+    case: Case,
+    name: str,
+    times: dict[str, Any] | None,
+    stream_us: float | None,
+    error: str | None,
+) -> dict[str, Any]:
+    """One entry of the record's `results`."""
+    known = times or dict.fromkeys((*CallTiming.__match_args__, "graph_us")) | {"samples": 0}
+    num_bytes = sum(size for _, size in case.passes)
+    per_us = lambda amount: amount / known["median_us"] if times and amount else None
+    # The host's time says nothing about how near the device is to its limit.
+    on_device = known["method"] != HOST_BOUND
+    return {
+        **dataclasses.asdict(case),
+        "implementation": name,
+        "seconds_method": known["method"],
+        **{key: value for key, value in known.items() if key != "method"},
+        "bytes": num_bytes,
+        "terabytes_per_second": per_us(num_bytes * 1e-6),
+        "stream_us": stream_us,
+        "fraction_of_stream": per_us(stream_us) if on_device else None,
+        "teraflops_per_second": per_us(case.flops * 1e-6),
+        "fraction_of_dense": None,
+        "error": error,
+    }
 
 
 def is_right(record: dict[str, Any]) -> bool:

@@ -177,7 +177,7 @@ def _measure(
                 advice = "XLA_PYTHON_CLIENT_MEM_FRACTION says how much is JAX's"
                 notes[f"left out, out of memory: {case.label} by {name}; {advice}"] = None
                 continue
-        results[name] = entry(case, name, times, stream_us, wrong)
+        results[name] = report.entry(case, name, times, stream_us, wrong)
     in_bursts = [r for r in results.values() if r["seconds_method"] == "bursts"]
     for result in in_bursts if results.get(DENSE) in in_bursts else ():
         result["fraction_of_dense"] = results[DENSE]["median_us"] / result["median_us"]
@@ -205,34 +205,6 @@ def _time(case: Case, name: str, rival: Competitor) -> tuple[dict[str, Any] | No
     if timing.method == HOST_BOUND and graph_us:
         timing = CallTiming.of([graph_us], "graph")
     return dataclasses.asdict(timing) | {"graph_us": graph_us}, None
-
-
-def entry(
-    case: Case,
-    name: str,
-    times: dict[str, Any] | None,
-    stream_us: float | None,
-    error: str | None,
-) -> dict[str, Any]:
-    """One entry of the record's `results`."""
-    known = times or dict.fromkeys((*CallTiming.__match_args__, "graph_us")) | {"samples": 0}
-    num_bytes = sum(size for _, size in case.passes)
-    per_us = lambda amount: amount / known["median_us"] if times and amount else None
-    # The host's time says nothing about how near the device is to its limit.
-    on_device = known["method"] != HOST_BOUND
-    return {
-        **dataclasses.asdict(case),
-        "implementation": name,
-        "seconds_method": known["method"],
-        **{key: value for key, value in known.items() if key != "method"},
-        "bytes": num_bytes,
-        "terabytes_per_second": per_us(num_bytes * 1e-6),
-        "stream_us": stream_us,
-        "fraction_of_stream": per_us(stream_us) if on_device else None,
-        "teraflops_per_second": per_us(case.flops * 1e-6),
-        "fraction_of_dense": None,
-        "error": error,
-    }
 
 
 def _memory(cases: list[Case], suite: Suite) -> Iterator[dict[str, Any]]:
