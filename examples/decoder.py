@@ -129,9 +129,11 @@ def load(
     own += ["mlp.router.bias", "self_attn.sinks"] if is_gpt_oss else []
 
     hidden, heads, dim = given["hidden_size"], given["num_attention_heads"], config.head_dim
+    # transformers 5 writes Qwen3-MoE's under gpt-oss's name.
+    is_local = is_gpt_oss or "num_local_experts" in given
     rows = {"q": heads * dim, "k": given["num_key_value_heads"] * dim, "o": hidden}
     rows = {f"self_attn.{name}_proj": size for name, size in (*rows.items(), ("v", rows["k"]))}
-    rows[router] = given["num_local_experts" if is_gpt_oss else "num_experts"]
+    rows[router] = given["num_local_experts" if is_local else "num_experts"]
     shapes = {f"{name}.weight": (size, hidden) for name, size in rows.items()}
     shapes |= {f"{name}.bias": (size,) for name, size in rows.items()}
     shapes |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}

@@ -304,6 +304,15 @@ def test_rotary_embedding_is_read_as_transformers_5_writes_it():
     assert decoder.read_config(of_5) == decoder.read_config(given)
 
 
+def test_the_number_of_experts_is_read_as_transformers_5_writes_it():
+    given = dict(recorded.CONFIGS["Qwen3-MoE"])
+    tensors = recorded.random_checkpoint.draw(given)
+    given["num_local_experts"] = given.pop("num_experts")
+    decoder.load(tensors, given)
+    with pytest.raises(ValueError, match=r"`model.layers.0.mlp.gate.weight` must be of the conf"):
+        decoder.load(tensors, given | {"num_local_experts": 4})
+
+
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match=r"at least one token; got lengths \[2, 0\]"):
         decoder.generate(None, None, [[1, 2], []], 1)

@@ -6,6 +6,7 @@ tensor's dtype, shape and place; and the tensors. The library of that name canno
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -374,6 +375,7 @@ def read_experts(
     names = layers[prefix]
     within = "experts." * names[0].startswith(f"{prefix}.experts.")
     stem = f"{prefix}.{within}"
+    tensors, names = _restacked(tensors, stem, names)
     ends = [name.removeprefix(stem) for name in names]
     here = [of for of in FAMILIES if of.within == within]
     family = next((of for of in here if any(map(of.leads, ends))), here[-1])
@@ -391,6 +393,35 @@ def read_experts(
     _check_sizes(said.hidden, hidden, stem, "columns of `down_proj`")
     _check_sizes(said.width, width, stem, "rows of `down_proj`")
     return {"activation": said.activation, **weights}
+
+
+def _restacked(tensors: Any, stem: str, names: list[str]) -> tuple[Any, list[str]]:
+    """Stacks the weights of single experts if there is one tensor of all experts' scales.
+
+    transformers 5.24 saves a model so that it has quantized to float8 itself.
+    """
+    ends = {name.removeprefix(stem) for name in names}
+    count = sum(end.endswith(".down_proj.weight") for end in ends)
+    stacks = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    single = {
+        f"{expert}.{linear}.weight"
+        for linears in stacks.values()
+        for linear in linears
+        for expert in range(count)
+    }
+    if not count or ends != single | {f"{stack}_scale_inv" for stack in stacks}:
+        return tensors, names
+    made = {
+        stem + stack: np.concatenate(
+            [
+                np.stack([tensors[f"{stem}{expert}.{linear}.weight"] for expert in range(count)])
+                for linear in linears
+            ],
+            axis=1,
+        )
+        for stack, linears in stacks.items()
+    }
+    return collections.ChainMap(made, tensors), [*made, *(f"{name}_scale_inv" for name in made)]
 
 
 def _check_sizes(said: Mapping[str, Any], size: int, stem: str, what: str) -> None:

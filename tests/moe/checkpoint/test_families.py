@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -381,6 +382,29 @@ def test_quantized_stacks(packed, part, tmp_path):
     del tensors[f"{prefix}.experts.down_proj_scale_inv"]
     with pytest.raises(CheckpointError, match=r"down_proj` in the tensors: .* must have scales"):
         moe.Experts.from_checkpoint(tensors, prefix, config=config)
+
+
+@pytest.mark.parametrize("part", [None, range(1, 3)])
+def test_scales_of_all_experts_beside_the_weights_of_each(part, tmp_path):
+    """As transformers 5.24 saves what it has quantized to float8 itself."""
+    prefix = "model.layers.2.mlp"
+    stacks = scaled_stacks(prefix, packed=False)
+    config = SILU | {"model_type": "qwen3_moe", "quantization_config": V4}
+    wanted = moe.Experts.from_checkpoint(stacks, prefix, experts=part, config=config)
+    stem = f"{prefix}.experts."
+    gate_up, down = (stacks.pop(f"{stem}{name}") for name in ("gate_up_proj", "down_proj"))
+    linears = {"gate_proj": gate_up[:, :WIDTH], "up_proj": gate_up[:, WIDTH:], "down_proj": down}
+    for name, of in linears.items():
+        stacks |= {f"{stem}{expert}.{name}.weight": weight for expert, weight in enumerate(of)}
+    checkpoint = moe.Checkpoint(write(tmp_path, stacks, config))
+    found = moe.Experts.from_checkpoint(checkpoint, prefix, experts=part)
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for name in (f"{stem}1.up_proj.weight", f"{stem}down_proj_scale_inv"):
+        rest = {of: array for of, array in stacks.items() if of != name}
+        with pytest.raises(CheckpointError, match="is not known beside the other tensors"):
+            moe.Experts.from_checkpoint(rest, prefix, config=config)
 
 
 def test_quantized_modules():
