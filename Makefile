@@ -97,6 +97,7 @@ models: $(MODELS_STAMP)
 	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.models $(ARGS)
 	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.checkpoints
 	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.logits
+	JAX_PLATFORMS=cpu $(MODELS_VENV)/bin/python -m benchmarks.folders
 
 sanitize: $(STAMP)
 	JAX_PLATFORMS=cpu TRIAX_CUDA_ARCH=90 $(PY) -m tools.sanitize all $(ARGS)
