@@ -13,6 +13,7 @@ by more than the limit. `make models` calls this.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -76,7 +77,8 @@ def write_gptq(folder: Path) -> Any:
 
     tokens = np.random.default_rng(0).integers(0, 256, (16, 64)).tolist()
     samples = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in tokens]
-    with tempfile.TemporaryDirectory() as path:
+    # Its logs go to the folder that is current.
+    with tempfile.TemporaryDirectory() as path, contextlib.chdir(path):
         qwen3_moe(Path(path))
         model = GPTQModel.load(path, QuantizeConfig(bits=4, group_size=32), device="cpu")
         model.quantize(samples, batch_size=4)
@@ -219,7 +221,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=WRITERS, default=[*WRITERS])
     options = parser.parse_args()
     if options.folder:
-        run(options.folder, options.only)
+        run(options.folder.resolve(), options.only)
         return
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder), options.only)
