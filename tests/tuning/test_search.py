@@ -9,7 +9,7 @@ import pytest
 
 from tests.tuning.conftest import DEVICE, explain
 from triax.compiling import compiler
-from triax.errors import ArgumentTypeError
+from triax.errors import ArgumentTypeError, CompilationError
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
 
@@ -81,6 +81,8 @@ def test_what_one_config_lacked_to_be_compiled(gpu, monkeypatch, caplog, error):
     def compile_one_less(launch, *arguments, **options):
         if launch.candidate.grid[0] == 4 and gone:
             raise gone.pop()
+        if launch.candidate.grid[0] == 1:  # which is the kernel's
+            raise CompilationError("it needs too much shared memory")
         return compile_(launch, *arguments, **options)
 
     gpu()
