@@ -211,7 +211,7 @@ _KERNELS: dict[str, tuple[Any, ...]] = {
     "parts of rows": ((130, 256), (1, 16)),
     "parts, the last one partial": ((5, 300), (1, 128)),
     "tiles": ((130, 200), (128, 128)),
-    "tiles, transposed": ((2, 130, 140), (1, 128, 128), True),
+    "tiles, transposed": ((2, 130, 300), (1, 128, 128), True),
     "columns": ((2, 300, 70), (1, None, 1), True),
     "columns, odd": ((33, 21), (None, 1), True),
 }
