@@ -207,10 +207,13 @@ def test_weights_are_widened_in_registers(monkeypatch):
     traced = jax.jit(moe.ragged_dot).trace(*arrays)
     if not jax_private.supports_tensor_maps():
         with pytest.warns(UserWarning, match="need JAX 0.11.1"):
-            assert "_few_rows_kernel" not in kernels(traced.lower(lowering_platforms=("cuda",)))[1]
+            assert (
+                ".entry _few_rows_kernel"
+                not in kernels(traced.lower(lowering_platforms=("cuda",)))[1]
+            )
         return
     ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
-    assert "_few_rows_kernel" in ptx
+    assert ".entry _few_rows_kernel" in ptx
     assert "mul.bf16x2" in ptx
     assert re.search(FROM_REGISTERS, ptx)
 
@@ -237,9 +240,12 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
         return
     if not jax_private.supports_tensor_maps():
         with pytest.warns(UserWarning, match="need JAX 0.11.1"):
-            assert "_few_rows_kernel" not in kernels(traced.lower(lowering_platforms=("cuda",)))[1]
+            assert (
+                ".entry _few_rows_kernel"
+                not in kernels(traced.lower(lowering_platforms=("cuda",)))[1]
+            )
         return
     ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
-    assert "_few_rows_kernel" in ptx
+    assert ".entry _few_rows_kernel" in ptx
     assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
     assert re.search(FROM_REGISTERS, ptx)

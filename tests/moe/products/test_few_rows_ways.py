@@ -138,7 +138,7 @@ def way(monkeypatch):
         if not launches:
             return "plain JAX", texts
         ((name, stored),) = launches
-        if name.startswith("few_rows"):
+        if name in ("few_rows", "very_few_rows"):
             return "in registers", texts
         if rows.dtype.itemsize == 1:
             return "8-bit products", texts
