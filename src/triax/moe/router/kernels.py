@@ -30,6 +30,16 @@ def _order(values):
 
 
 @triton.jit
+def _widened(logits):
+    """Returns float32. A NaN keeps its sign, which a GPU's conversion from float16 drops."""
+    wide = logits.to(tl.float32)
+    if logits.dtype == tl.float16:
+        sign = logits.to(tl.int16, bitcast=True).to(tl.int32) & _SMALLEST
+        wide = (wide.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return wide
+
+
+@triton.jit
 def _value(order):
     """Returns the float32 of an order: the inverse of `_order`."""
     bits = order ^ ((order >> 31) & 0x7FFFFFFF)
@@ -284,7 +294,7 @@ def _route_kernel(
         known = (place % BLOCK_SIZE < GROUP_SIZE) & (place // BLOCK_SIZE < NUM_GROUPS)
     at = logits_ptr + token[:, None] * NUM_EXPERTS + expert[None, :]
     mask = inside[:, None] & known[None, :]
-    logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
+    logits = _widened(tl.load(at, mask=mask, other=float("-inf")))
     place = tl.broadcast_to(place[None, :], [BLOCK_TOKENS, BLOCK])
     eligible = tl.broadcast_to(known[None, :], [BLOCK_TOKENS, BLOCK])
 
@@ -309,7 +319,7 @@ def _route_kernel(
     if not EXACT:
         if alike:
             # Logits and orders are computed again: keeping them would take too many registers.
-            logits = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
+            logits = _widened(tl.load(at, mask=mask, other=float("-inf")))
             order = _order(logits)
             if bias_ptr is not None:
                 order = _order_of_scores(logits, shift, total, bias_ptr, expert, known, SCORE)
