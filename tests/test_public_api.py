@@ -28,6 +28,7 @@ PUBLIC = {
         "export_checks",
         "moe",
         "record",
+        "same_bits",
         "sharded",
         "strides_from_shape",
         "testing",

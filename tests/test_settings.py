@@ -8,7 +8,7 @@ import pytest
 
 import triax
 from triax import settings
-from triax.errors import ArgumentValueError, SettingError
+from triax.errors import ArgumentTypeError, ArgumentValueError, SettingError
 
 
 def test_tuning_mode(monkeypatch):
@@ -25,6 +25,23 @@ def test_tuning_mode(monkeypatch):
         settings.mode_in_force()
     with pytest.raises(ArgumentValueError, match=r"`mode` must be one of 'auto', .*; got 'fast'"):
         triax.tuning_mode("fast")  # not only where it is entered
+
+
+def test_same_bits(monkeypatch):
+    assert settings.one_order_of_sums() is False
+    with triax.same_bits():
+        assert settings.one_order_of_sums() is True
+        with triax.same_bits(False):
+            assert settings.one_order_of_sums() is False
+    monkeypatch.setenv("TRIAX_SAME_BITS", "1")
+    assert settings.one_order_of_sums() is True
+    with triax.same_bits(False):
+        assert settings.one_order_of_sums() is False
+    monkeypatch.setenv("TRIAX_SAME_BITS", "yes")
+    with pytest.raises(SettingError, match="TRIAX_SAME_BITS must be 0 or 1; got 'yes'"):
+        settings.one_order_of_sums()
+    with pytest.raises(ArgumentTypeError, match="`on` must be a bool"):
+        triax.same_bits("no")  # not only where it is entered
 
 
 def test_a_function_is_traced_again_under_another_mode():
@@ -45,7 +62,9 @@ def test_a_function_is_traced_again_under_another_mode():
             outer(1.0)
             with triax.tuning_mode("cached"):
                 inner(1.0)
-    assert modes == ["auto", "off", "cached"]
+        with triax.same_bits():
+            outer(1.0)
+    assert modes == ["auto", "off", "cached", "auto"]
 
 
 def test_another_thread_has_a_mode_of_its_own():

@@ -30,6 +30,7 @@ EXAMPLES = (
     "moe_nnx",
     "expert_parallel",
     "decoder",
+    "same_bits",
 )
 
 

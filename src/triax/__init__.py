@@ -21,6 +21,7 @@ from triax.compat.versions import __version__ as __version__
 from triax.emitting.emit import export_checks as export_checks
 from triax.errors import TriaxError as TriaxError
 from triax.lowering import triton_call_lowering as triton_call_lowering
+from triax.settings import same_bits as same_bits
 from triax.settings import tuning_mode as tuning_mode
 from triax.sharding.api import sharded as sharded
 from triax.tools.explain import Explanation as Explanation
@@ -42,6 +43,7 @@ __all__ = [
     "export_checks",
     "moe",
     "record",
+    "same_bits",
     "sharded",
     "strides_from_shape",
     "testing",

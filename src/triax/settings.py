@@ -18,12 +18,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
 from triax.errors import SettingError
-from triax.messages import check_choice
+from triax.messages import check_bool, check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ Sanitizer = Literal["consan", "fpsan"]
 
 # All are part of `jax.jit`'s cache key.
 _tuning_mode = jax.make_user_context(None)
+_same_bits = jax.make_user_context(None)
 checked_runs = jax.make_user_context(False)
 sanitizer = jax.make_user_context(None)
 
@@ -75,13 +76,42 @@ def tuning_mode(mode: TuningMode) -> AbstractContextManager[None]:
       ArgumentValueError: `mode` is none of these.
     """
     check_choice("mode", mode, TUNING_MODES)
-    return _in_mode(mode)
+    return _inside(_tuning_mode, mode)
 
 
 @contextlib.contextmanager
-def _in_mode(mode: str) -> Iterator[None]:
-    with _tuning_mode(mode):
+def _inside(context: Callable[[Any], AbstractContextManager[Any]], value: Any) -> Iterator[None]:
+    with context(value):
         yield
+
+
+def one_order_of_sums() -> bool:
+    """Whether the innermost `same_bits` block, else ``TRIAX_SAME_BITS``, asks for sums whose order
+    does not depend on the number of rows."""
+    if (on := _same_bits.value) is not None:
+        return bool(on)
+    return _read("TRIAX_SAME_BITS", "[01]", "be 0 or 1") == "1"
+
+
+def same_bits(on: bool = True) -> AbstractContextManager[None]:
+    """Gives a row or token the same bits in every batch, in calls inside the block.
+
+        with triax.same_bits():
+            logits = decode(params, token)
+
+    The order of a sum in the MoE ops then follows from the shapes and dtypes of weights alone,
+    never from the number of rows. Most ops have the same bits anyway: the documentation, "Trust",
+    says which do not, and how much longer those take. Like the mode of `tuning_mode`, this is read
+    when a function is traced, and is part of `jax.jit`'s cache key; ``TRIAX_SAME_BITS`` is not.
+
+    Args:
+      on: whether bits are to be the same; False overrides ``TRIAX_SAME_BITS=1``.
+
+    Raises:
+      ArgumentTypeError: `on` is not a bool.
+    """
+    check_bool(on=on)
+    return _inside(_same_bits, bool(on))
 
 
 def checked() -> bool:
@@ -91,7 +121,7 @@ def checked() -> bool:
 
 def captured() -> Callable[[], AbstractContextManager[None]]:
     """Captures this thread's settings; the returned context applies them in another thread."""
-    contexts = _tuning_mode, checked_runs, sanitizer
+    contexts = _tuning_mode, _same_bits, checked_runs, sanitizer
     held = [(context, context.value) for context in contexts]
     values = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS_OF_JAX}
 
@@ -213,6 +243,7 @@ VARIABLES: dict[str, Callable[[], object]] = {
     "TRIAX_CUDA_ARCH": cuda_arch,
     "TRIAX_ENFORCE_AUTOTUNING": enforce_autotuning,
     "TRIAX_GPU": gpu,
+    "TRIAX_SAME_BITS": one_order_of_sums,
     "TRIAX_TUNING_BYTES": tuning_bytes,
     "TRIAX_TUNING_TIMEOUT": tuning_timeout_s,
 }

@@ -28,6 +28,13 @@ def test_example_agrees_with_plain_jax(name, capsys):
         assert_is_in_the_gallery(name, capsys.readouterr().out)
 
 
+@pytest.mark.slow("its parts have tests of their own")
+def test_serving_and_training_differ_by_nothing(capsys):
+    """Plain JAX promises no order of sums; of so few terms it has one."""
+    assert load("same_bits").main() == 0
+    assert_is_in_the_gallery("same_bits", capsys.readouterr().out)
+
+
 @pytest.mark.slow("compiled for a GPU, to look at its code")
 @pytest.mark.cuda_plugin
 def test_matmul_shows_what_was_compiled(capsys):

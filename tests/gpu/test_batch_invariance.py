@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import triax
+from tests.examples.test_moe_layer import EXAMPLES, load
 from tests.moe import flat
 from triax import moe
 from triax.testing import assert_same_bits
@@ -223,7 +225,17 @@ NEARLY = {
 @pytest.mark.parametrize("case", SAME)
 def test_same_bits_in_every_batch_and_every_run(case, last):
     """Each number of rows has a config of its own: other tiles, the same sums."""
-    run, counts, *options = SAME[case]
+    check(*SAME[case], last=last)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("case", NEARLY)
+def test_same_bits_in_every_batch_if_asked_for(case, last):
+    with triax.same_bits():
+        check(*NEARLY[case], last=last)
+
+
+def check(run, counts, *options, last):
     alone = None
     for batch in (Batch(count, last) for count in counts):
         found, again = run(batch, *options), run(batch, *options)
@@ -242,6 +254,14 @@ def test_same_bits_in_every_run_alone(case):
         assert_same_bits(again, found)
         error = np.linalg.norm(np.asarray(found, np.float32) - alone) / np.linalg.norm(alone)
         assert error < 0.02, batch
+
+
+@pytest.mark.parametrize("experts", ["bfloat16", "8 bits", "MXFP4"])
+def test_serving_and_training_have_the_same_bits(monkeypatch, experts):
+    """Prompts at once, tokens one at a time, and a training step with whole sequences."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # it imports those beside it
+    with triax.same_bits():
+        assert load("same_bits").difference(experts, 8, 320, 8) == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "8 bits"])

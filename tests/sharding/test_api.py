@@ -364,6 +364,7 @@ def test_parts_know_what_is_set_where_they_are_called():
                 x.shape[0],
                 settings.mode_in_force(),
                 settings.checked(),
+                settings.one_order_of_sums(),
                 jax.config.jax_default_matmul_precision,
                 jax.config.jax_enable_x64,
                 jax.config.jax_default_prng_impl,
@@ -377,13 +378,14 @@ def test_parts_know_what_is_set_where_they_are_called():
     with (
         triax.tuning_mode("off"),
         testing.checked(),
+        triax.same_bits(),
         jax.default_matmul_precision("highest"),
         jax.enable_x64(True),
         jax.default_prng_impl("rbg"),
         jax.threefry_partitionable(False),
     ):
         run(cut, mesh_of("plain"), [x], [P("data")])
-    of_all = "off", True, "highest", True, "rbg", False
+    of_all = "off", True, True, "highest", True, "rbg", False
     assert known == [(rows, *of_all) for rows in (ROWS, ROWS // 2)]
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import pytest
 
 import triax
 from tests.moe.launches import E4M3, array, in_tiles, product, product_of, scaled
-from tests.moe.products.chosen import without
+from tests.moe.products.chosen import chosen, without
 from triax import moe
-from triax.compat import jax_private, versions
 from triax.moe.products import choose
-from triax.moe.shared import launching
 
 pytestmark = pytest.mark.cuda_plugin
 FLOATS_ALONE = "weights of float8_e4m3fn, int8 or 4 bits"
@@ -23,26 +18,6 @@ HALVES = {
     "few_rows": FLOATS_ALONE,
     "dequantized": "weights of 4 bits, in tiles, or of 8 bits and more than 256 rows of 16 bits",
 }
-
-
-def chosen(monkeypatch, card, case):
-    """The kernels of a program's products, with what others need; nothing is compiled."""
-    if not versions.GLUON.passes(versions.installed("triton")):
-        pytest.skip(f"needs Triton {versions.GLUON.stable}")
-
-    def launched(*_, out_type, **__):
-        return jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), out_type)
-
-    function, arrays = case
-    monkeypatch.setenv("TRIAX_CUDA_ARCH", str(card))
-    monkeypatch.setattr(jax_private, "supports_tensor_maps", lambda: True)
-    monkeypatch.setattr(launching, "triton_call", launched)
-    run = jax.jit(functools.partial(function, implementation=None))
-    with choose.noted() as choices:
-        jax.make_jaxpr(run)(*arrays)
-        assert not choices  # the GPU is not known yet
-        run.trace(*arrays).lower(lowering_platforms=("cuda",))
-    return [(each.kernel, dict(each.needs)) for each in choices]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from triax import settings
 from triax.moe.layer.experts import Matrix, in_8_bits
 from triax.moe.layer.recipes import BLOCK, DTYPES, Scaling
 from triax.moe.permutation.ops import permute_scaled, unpermute
@@ -34,7 +35,8 @@ from triax.sharding import explicit
 class Products:
     """A layer's products, by a recipe and the layout of the weights.
 
-    `precision` is JAX's default matmul precision where the layer is called.
+    `precision` is JAX's default matmul precision where the layer is called, and `one_order` is as
+    in `Options`.
     """
 
     recipe: Any  # a Recipe, or None
@@ -43,6 +45,7 @@ class Products:
     precision: str | None = dataclasses.field(
         default_factory=lambda: jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     )
+    one_order: bool = dataclasses.field(default_factory=settings.one_order_of_sums)
 
     def forward(self, rows: Any, matrix: Matrix, sizes: Any, dtype: Any, **bias: Any) -> jax.Array:
         """Returns rows times weights, plus the bias; rows are quantized if the recipe says so."""
@@ -154,7 +157,7 @@ class Products:
             weights = weights.mT if transposed else weights
             transposed = weights.transposed
         operands = rows, weights, Groups(sizes), bias, bias_weights, transposed
-        options = Options(jnp.dtype(dtype), precision or self.precision)
+        options = Options(jnp.dtype(dtype), precision or self.precision, one_order=self.one_order)
         # A context, too: plain JAX reads the default, which may differ where it is traced later.
         with jax.default_matmul_precision(self.precision):
             return multiply(*operands, options, implementation=self.implementation)

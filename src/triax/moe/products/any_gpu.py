@@ -38,6 +38,7 @@ def ragged_dot(product: RaggedDot) -> jax.Array:
         tma=tma,
         float32_sums=itemsize == 1 and not options.fast_sums,
         blocked=bool(x.deep or w.deep),
+        one_order=options.one_order,
     )
     row_tiles = cdiv(num_rows, config.block_rows) + min(num_groups, num_rows)
     tiles, _ = schedule(

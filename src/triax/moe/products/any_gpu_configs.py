@@ -59,17 +59,21 @@ class DotConfig:
         tma: bool,
         float32_sums: bool = False,
         blocked: bool = False,
+        one_order: bool = False,
     ) -> DotConfig:
         """Returns the config for groups of `rows_per_group` rows on average.
 
         `exact` is whether products are in float32, without tensor cores; `tma` whether blocks are
         loaded and stored by descriptors; `float32_sums` whether tensor cores' sums are promoted to
         float32, and `blocked` whether they are scaled first. Row counts are rounded up to powers of
-        two, at most 128, so that few configs are needed.
+        two, at most 128, so that few configs are needed. With `one_order` weights of 8 bits are
+        multiplied by the same instructions for any number of rows.
         """
-        rows, itemsize = fit(rows_per_group, LARGEST_TILE), itemsizes.left
+        by_instruction = itemsizes.right == 1 and target.architecture.multiplies_from_shared
+        least = _LEAST_FROM_SHARED if one_order and by_instruction else _LEAST
+        rows, itemsize = max(least, fit(rows_per_group, LARGEST_TILE)), itemsizes.left
         # Each row tile reads the weights again, so if rows are few, a tile holds twice the average.
-        few = fit(2 * rows_per_group, LARGEST_TILE) if itemsize > 1 else rows
+        few = max(least, fit(2 * rows_per_group, LARGEST_TILE)) if itemsize > 1 else rows
         deep = fit(max(depth, _LEAST_DEPTH[itemsize]), _LINE_BYTES // itemsize)
         widest = fit(columns, 256 if itemsize <= 2 else 128)
         wide = fit(columns, 128)
@@ -88,7 +92,7 @@ class DotConfig:
             config = cls(64, wide, deep, 4, 3, False, 32)
         elif rows == 128:
             config = cls(128, widest, deep, 8, 3, True)
-        elif itemsize == 1 and rows_per_group > NARROW_ROWS_OF_8_BITS:
+        elif itemsize == 1 and rows > NARROW_ROWS_OF_8_BITS:
             config = cls(64, wide, deep, 4, 4, True)
         elif few == 128:
             config = cls(128, widest, deep, 8, 3, True, 1)

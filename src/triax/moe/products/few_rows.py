@@ -32,6 +32,8 @@ from triax.moe.quantization.scaled import ScaledArray, filled, swapped, widened
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
 
+ONE_ORDER = "sums whose order depends on the number of rows (`triax.same_bits` is on)"
+_LEAST_SCALED = 32  # of the depth share a scale that multiplies sums
 _WIDENED_DEPTH = 128  # of a program that dequantizes a tile's columns
 
 
@@ -54,6 +56,8 @@ def needs_of_very_few(product: RaggedDot) -> str | None:
     w = product.right
     scaled = None if w.codes else w.deep
     most = VeryFewRowsConfig.most_rows(product.target.architecture, scaled)
+    if product.options.one_order and most:  # one of the two kernels takes any number of rows
+        return ONE_ORDER if product.target.tensor_maps else None
     if product.rows_per_group > most:
         return f"at most {most} rows for each group on average"
     return None
@@ -82,6 +86,8 @@ def dequantizing_needs(product: RaggedDot) -> str | None:
     w, is_half = product.right, product.left.values.dtype.itemsize == 2
     if w.packed or (is_half and w.values.dtype.itemsize == 1 and has_many_rows(product)):
         return None
+    if product.rows_per_group > MOST_ROWS and not has_many_rows(product):
+        return ONE_ORDER
     return f"weights of 4 bits, in tiles, or of 8 bits and more than {MOST_ROWS} rows of 16 bits"
 
 
@@ -98,7 +104,8 @@ def dequantized(product: RaggedDot) -> RaggedDot:
 def warn_of_dequantizing(product: RaggedDot) -> None:
     """Warns that few rows are multiplied by weights which every call dequantizes in memory."""
     w, weights = product.right, product.weights
-    if not w.packed or has_many_rows(product) or product.implementation == "interpret":
+    has_few = product.rows_per_group <= MOST_ROWS
+    if not (w.packed and has_few) or product.implementation == "interpret":
         return
     needed = dict.fromkeys((needs(product), needs_of_very_few(product)))
     untiled = "; 8 bits that are not in tiles (`tiles=False`) are not dequantized"
@@ -114,8 +121,13 @@ def warn_of_dequantizing(product: RaggedDot) -> None:
 
 
 def has_many_rows(product: RaggedDot) -> bool:
-    """Whether dequantizing 8- or 4-bit weights first pays, because row tiles read them again."""
-    return product.rows_per_group > MOST_ROWS
+    """Whether dequantizing 8- or 4-bit weights first pays, because row tiles read them again.
+
+    Sums keep their bits only of weights that are not in tiles, and not rounded.
+    """
+    keeps_bits = product.right.deep is None and not product.right.tiled
+    may = keeps_bits or not product.options.one_order
+    return product.rows_per_group > MOST_ROWS and may
 
 
 def _scales(w: Parts) -> Any:
@@ -132,12 +144,14 @@ def few_rows(product: RaggedDot) -> jax.Array:
     num_rows, num_groups = product.num_rows, product.num_groups
     depth, columns = product.depth, product.columns
     scaled = None if w.codes else w.deep
+    # So many products are summed before a scale by blocks of any number of rows.
+    is_split = product.options.one_order and not target.architecture.multiplies_from_shared
     config = FewRowsConfig.heuristic(
         target.architecture,
         product.rows_per_group,
         columns,
         depth,
-        scaled,
+        _LEAST_SCALED if is_split and scaled else scaled,
         eight=w.has_8_bits,
     )
     tiles, _ = schedule(product.groups, num_rows, config.block_rows, implementation)
@@ -201,6 +215,8 @@ def very_few_rows(product: RaggedDot) -> jax.Array:
         in_sum=w.deep is not None and w.codes is None,
         eight=w.has_8_bits,
     )
+    if product.options.one_order:
+        config = dataclasses.replace(config, split=1)
     is_small = max(num_rows, num_groups) <= MOST_SCHEDULED
     in_programs = is_small and config.finds_tiles(product.target, num_tiles)
     tiles = None

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from triax import settings
+
 # JAX's names for the matmul precisions that allow tensor cores to multiply float32.
 _TF32 = {"default", "tensorfloat32", "TF32_TF32_F32"}
 _TF32X3 = {"high", "TF32_TF32_F32_X3"}
@@ -33,11 +35,13 @@ class Options:
     """The options of a product: the result's dtype, and the matmul precision, also of gradients.
 
     `share` is the fraction of all groups that have weights, to estimate the rows per group.
+    `one_order` is whether the order of a sum must not depend on the number of rows.
     """
 
     dtype: Any
     precision: str | None
     share: float = 1.0
+    one_order: bool = dataclasses.field(default_factory=settings.one_order_of_sums)
 
     @property
     def plain_precision(self) -> str | None:
