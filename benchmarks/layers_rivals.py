@@ -86,22 +86,21 @@ def ways_of(case: Case, inputs: Inputs) -> tuple[dict[str, Way], dict[str, str]]
     for name, make in torch_layers.LAYERS.items():
         makers[name] = lambda make=make: by_torch(make(case.top_k), inputs)
     makers[DENSE] = lambda: by_jax(dense(case), inputs)
-    for name, found in competitors(case).items():
-        if isinstance(found, str):
-            left_out[name] = found
+    for name, rival in competitors(case).items():
+        if isinstance(rival, str):
+            left_out[name] = rival
         else:
-            makers[name] = lambda found=found: by_jax(found, inputs)
+            makers[name] = lambda rival=rival: by_jax(rival, inputs)
     for name, make in makers.items():
-        start = time.perf_counter()
+        start, found = time.perf_counter(), "ready"
         try:
             way = make()
             if name != DENSE and (wrong := checks.problem(case, inputs, way.outputs, wanted)):
                 raise ArithmeticError(wrong)
             ways[name] = way._replace(outputs=None)
         except Exception as error:  # out of memory, or anything in a library
-            left_out[name] = record.reason(error)
-        found = left_out.get(name, f"ready after {time.perf_counter() - start:.0f} s")
-        print(f"{case.preset}, {name}: {found}", flush=True)
+            left_out[name] = found = record.reason(error)
+        print(f"{case.preset}, {name}, {time.perf_counter() - start:.0f} s: {found}", flush=True)
         gc.collect()  # a cycle somewhere may still hold arrays of gigabytes
     return ways, left_out
 
@@ -146,6 +145,7 @@ def case_of(name: str) -> Case:
 
 def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # ragged_dot needs much of it
     parser = record.parser(__file__, __doc__ or "")
     parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=[*LAYERS])
     parser.add_argument("--add", action="store_true", help="keep the record's other results")

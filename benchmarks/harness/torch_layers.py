@@ -59,7 +59,7 @@ def _swiglu(torch: Any) -> Any:
         gate, up = gate_up.chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
 
-    return torch.compile(swiglu, dynamic=True)
+    return torch.compile(swiglu, dynamic=False)  # loads of sizes that are known are wider
 
 
 def _sort(torch: Any, chosen: Any, experts: int) -> tuple[Any, Any, Any]:
@@ -79,17 +79,21 @@ def grouped_mm(top_k: int) -> TorchLayer:
 
     grouped, swiglu = torch.nn.functional.grouped_mm, _swiglu(torch)
 
-    @torch.compile(dynamic=True)
+    @torch.compile(dynamic=False)
+    def take_tokens(x: Any, order: Any) -> Any:
+        return x[order // top_k]
+
+    @torch.compile(dynamic=False)
     def sum_rows(rows: Any, row_of: Any) -> Any:
         return rows[row_of].sum(dim=1, dtype=torch.float32).to(rows.dtype)
 
-    @torch.compile(dynamic=True)
+    @torch.compile(dynamic=False)
     def weigh_rows(rows: Any, row_of: Any, weights: Any) -> Any:
         return (weights[..., None] * rows[row_of]).sum(dim=1).to(rows.dtype)
 
-    @torch.compile(dynamic=True)
+    @torch.compile(dynamic=False)
     def weigh_rows_grad(grad: Any, rows: Any, row_of: Any, weights: Any, order: Any) -> Any:
-        d_rows = weights.flatten()[order, None] * grad[order // weights.shape[1]]
+        d_rows = weights.flatten()[order, None] * grad[order // top_k]
         d_weights = (rows[row_of] * grad[:, None]).sum(dim=2, dtype=torch.float32)
         return d_rows.to(rows.dtype), d_weights
 
@@ -97,7 +101,7 @@ def grouped_mm(top_k: int) -> TorchLayer:
         @staticmethod
         def forward(ctx: Any, x: Any, order: Any, row_of: Any) -> Any:
             ctx.save_for_backward(row_of)
-            return x[order // row_of.shape[1]]
+            return take_tokens(x, order)
 
         @staticmethod
         def backward(ctx: Any, d_rows: Any) -> Any:
