@@ -12,7 +12,8 @@
 #   make matrix        the tests on every supported JAX and Triton (ARGS="-s 'matrix(0.8.0)'")
 #   make bench         how fast the MoE ops are here (ARGS="full --json record.json")
 #   make models        the layer and a decoder against transformers (its environment has 6 GB)
-#   make sanitize      the kernels under NVIDIA's compute-sanitizer (needs a GPU and the CUDA toolkit)
+#   make sanitize      the kernels under NVIDIA's compute-sanitizer and Triton's own (needs a GPU, the
+#                      CUDA toolkit and Triton 3.9)
 #   make flags         the tests that need a GPU under XLA's flags and with 64-bit types
 #   make stress        threads, interrupts, little memory, full disks (ARGS="--seconds 300")
 #   make docs wheel    the documentation in site/, the wheel in dist/

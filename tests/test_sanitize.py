@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import collections
 import functools
+import json
 import pickle
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
 import triton
-from tools.sanitize import cases, planted, record, replay, report
+from tools.sanitize import cases, planted, record, replay, report, triton_sanitizers
 from tools.sanitize.__main__ import sanitize
 
 from tests.moe.cases import NAMED
+from triax.compat import jax_private, versions
 from triax.tuning.worker import messages
 
 # As compute-sanitizer prints them, in short.
@@ -132,3 +135,104 @@ def test_a_run_in_which_a_planted_fault_goes_unseen_is_void(blind, count, tmp_pa
         problems.append("void: racecheck did not report planted_race")
     assert found["problems"] == problems
     assert found["tools"]["synccheck"]["launches"] == 3
+
+
+# --- Triton's sanitizers ---------------------------------------------------------------------
+
+ASSERTION = (
+    "/a/kernels.py:7: copy: block: [1,0,0], thread: [3,0,0] Assertion `Buffer being accessed has "
+    "outstanding writes` failed.\n"
+)
+
+
+def a_run(*arguments, blind=(), fatal=(), different=()):
+    """What processes on a GPU would print."""
+    module, *rest = arguments
+    if module == "tools.sanitize.planted_kernels":
+        (fault,) = rest
+        return "", "" if fault in blind else triton_sanitizers.PLANTED[fault] + "\n"
+    sanitizer, *names = rest
+    printed = "Some library says something.\n"
+    for name in names:
+        if (sanitizer, name) in fatal:
+            return printed, ASSERTION + "jax.errors.JaxRuntimeError: unknown error\n"
+        findings = [f"{name} differs"] if (sanitizer, name) in different else []
+        printed += json.dumps({"findings": findings, "kernels": ["schedule", name[:4]]}) + "\n"
+    return printed, "Exception ignored\n"
+
+
+NAMES = ["glu 1", "dot 1", "dot 2", "sum 1", "dot 3"]
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 9])
+def test_what_is_left_of_cases_runs_after_a_finding(jobs):
+    run = functools.partial(
+        a_run,
+        fatal=[("consan", "dot 2"), ("consan", "dot 3")],
+        different=[("fpsan", "glu 1")],
+    )
+    found = triton_sanitizers.sanitize(NAMES, jobs, run)
+    died = "Assertion `Buffer being accessed has outstanding writes` failed, /a/kernels.py:7"
+    assert found["sanitizers"]["consan"] == {
+        "cases": 5,
+        "kernels": 4,
+        "by_kernel": {"dot ": 1, "glu ": 1, "schedule": 3, "sum ": 1},
+        "findings": {"dot 2": died, "dot 3": died},
+    }
+    assert found["sanitizers"]["fpsan"]["by_kernel"]["dot "] == 3
+    wanted = [f"consan: dot 2: {died}", f"consan: dot 3: {died}", "fpsan: glu 1: glu 1 differs"]
+    assert sorted(found["problems"]) == wanted
+
+
+@pytest.mark.parametrize("fault", triton_sanitizers.PLANTED)
+def test_sanitizers_that_miss_a_planted_fault_are_void(fault):
+    found = triton_sanitizers.sanitize(NAMES, 2, functools.partial(a_run, blind=[fault]))
+    (problem,) = found["problems"]
+    assert problem.startswith(f"void: planted_kernels {fault!r} ended with")
+    assert found["sanitizers"] == {}
+
+
+@pytest.mark.cuda_plugin
+def test_cases_that_cover_others(monkeypatch):
+    from tools.sanitize import in_jax
+
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+    assert in_jax.launched("glu") == {
+        ("_glu_kernel", "float32", "float32", "float32"),
+        ("_glu_grad_kernel", *["float32"] * 5),
+    }
+    names = [
+        "glu, no weights",
+        "glu",
+        "plan, no tokens",
+        "ragged_dot and glu, no gate",
+        "glu, no rows",
+    ]
+    chosen = in_jax.covering(names)
+    assert len(chosen) < len(names)
+    everything = set().union(*map(in_jax.launched, names))
+    assert set().union(*map(in_jax.launched, chosen)) == everything
+
+
+@pytest.mark.cuda_plugin
+def test_others_launch_something_else(monkeypatch):
+    from tools.sanitize import in_jax
+
+    if not versions.GLUON.passes(triton.__version__) or not jax_private.supports_tensor_maps():
+        pytest.skip("has no kernels in Gluon")
+    monkeypatch.setenv("TRIAX_CUDA_ARCH", "90")
+
+    def products():
+        jax.clear_caches()
+        found = in_jax.launches("ragged_dot, several tiles")
+        return [launch for launch in found if "schedule" not in launch.name]
+
+    usual = products()
+    with in_jax.others():
+        others = products()
+    assert [launch.kernel.is_gluon for launch in usual] == [True, True, False]
+    assert [launch.kernel.is_gluon for launch in others] == [False, False, False]
+    for one, other in zip(usual[2:], others[2:], strict=True):
+        for constant in ("BLOCK_ROWS", "BLOCK_DEPTH"):
+            assert one.constants[constant] == 2 * other.constants[constant]
+        assert one.options["num_warps"] == 2 * other.options["num_warps"]

@@ -1,11 +1,15 @@
-"""Runs the kernels of the MoE ops under NVIDIA's compute-sanitizer, and in a host of canaries.
+"""Runs the kernels of the MoE ops under NVIDIA's compute-sanitizer, in a host of canaries, and
+under Triton's own sanitizers.
 
     python -m tools.sanitize record FOLDER     # needs no GPU
     python -m tools.sanitize run FOLDER [--tools TOOL ...] [--output FILE]
-    python -m tools.sanitize all
+    python -m tools.sanitize all                # both
+    python -m tools.sanitize triton [--cases NAME ...] [--jobs N]     # Triton's, in JAX
 
-Every launch is run as it was recorded, without JAX, on buffers of exact size. A fault is planted
-for each tool first; if one goes unseen the run is void. Writes `benchmarks/sanitizers.json`.
+Every launch is run as it was recorded, without JAX, on buffers of exact size. Triton's sanitizers,
+ConSan and FpSan, need Triton 3.9: they run cases in JAX, by default those that launch every kernel
+with every combination of dtypes. A fault is planted for each tool first; if one goes unseen the run
+is void. Writes `benchmarks/sanitizers.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.sanitize import planted, report
+from tools.sanitize import planted, report, triton_sanitizers
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLAY = Path(__file__).with_name("replay.py")
@@ -88,16 +92,46 @@ def version(command: list[str]) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
+def write(output: Path, part: str, found: dict[str, Any]) -> int:
+    """Writes a part of the record, and prints its problems; returns the exit status."""
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    of = {
+        "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "device": version(smi),
+        **found,
+    }
+    parts = json.loads(output.read_text()) if output.exists() else {}
+    output.write_text(json.dumps(parts | {part: of}, indent=1) + "\n")
+    for problem in found["problems"]:
+        print(problem)
+    return 1 if found["problems"] else 0
+
+
+def sanitize_in_jax(names: list[str] | None, jobs: int, output: Path) -> int:
+    """Runs Triton's sanitizers."""
+    import jax
+    import triton
+    from tools.sanitize.in_jax import covering
+
+    found = triton_sanitizers.sanitize(covering() if names is None else names, jobs)
+    versions = {"jax": jax.__version__, "triton": triton.__version__}
+    return write(output, "triton", {"versions": versions, **found})
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", choices=("record", "run", "all"))
+    parser.add_argument("command", choices=("record", "run", "all", "triton"))
     parser.add_argument("folder", nargs="?", type=Path, help="of the recorded launches")
     parser.add_argument("--tools", nargs="+", choices=report.TOOLS, default=list(report.TOOLS))
     parser.add_argument("--logs", type=Path, help="a folder for what the tools print")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "sanitizers.json")
+    parser.add_argument("--cases", nargs="+", help="of the tests, for Triton's sanitizers")
+    parser.add_argument("--jobs", type=int, default=8, help="processes of Triton's sanitizers")
     options = parser.parse_args(arguments)
+    if options.command == "triton":
+        return sanitize_in_jax(options.cases, options.jobs, options.output)
     if options.command != "all" and options.folder is None:
         parser.error("FOLDER is missing")
     with tempfile.TemporaryDirectory() as temporary:
@@ -113,17 +147,11 @@ def main(arguments: list[str] | None = None) -> int:
             sys.exit("compute-sanitizer is not on PATH; it is part of the CUDA toolkit.")
         found = sanitize(folder, options.logs or Path(temporary) / "logs", options.tools)
     print(found.pop("table"))
-    smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    record_of = {
-        "written": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "device": version(smi),
-        "compute_sanitizer": version(["compute-sanitizer", "--version"]),
-        **found,
-    }
-    options.output.write_text(json.dumps(record_of, indent=1) + "\n")
-    for problem in found["problems"]:
-        print(problem)
-    return 1 if found["problems"] else 0
+    found = {"compute_sanitizer": version(["compute-sanitizer", "--version"]), **found}
+    failed = write(options.output, "nvidia", found)
+    if options.command == "all":
+        failed |= sanitize_in_jax(options.cases, options.jobs, options.output)
+    return failed
 
 
 if __name__ == "__main__":
