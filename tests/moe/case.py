@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.forms.forms import FORMS
-from tests.moe.bounds import Array, fault
+from tests.moe.bounds import Array, Numbers, fault
 from tests.moe.draws import Rng
 from triax import moe, testing
 
@@ -170,6 +170,9 @@ class Case:
         wanted = self.wanted(arrays, found) if wanted is None else wanted
         if missing := {*found} ^ {*wanted}:
             return f"no one expects {sorted(missing)}"
+        if self.form:  # whose own `concatenate` and `cond` change bits of such NaNs on a CPU
+            is_float8 = lambda of: isinstance(of, np.ndarray) and of.dtype.name.startswith("float8")
+            wanted = {n: Numbers(of) if is_float8(of) else of for n, of in wanted.items()}
         faults = (fault(name, found[name], want) for name, want in wanted.items())
         return next(filter(None, faults), None)
 

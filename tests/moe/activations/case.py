@@ -104,8 +104,10 @@ def clipped(x: Near, low: float, high: float) -> tuple[Near, Array, Array]:
 
 
 def masked(x: Near, kept: Array, unsure: Array) -> Near:
+    """The numbers where they are kept, else zeros, whatever the numbers."""
+    anything = unsure & ~np.isfinite(x.value)
     error = np.where(kept, x.error, 0) + np.where(unsure, abs(x.value) + x.error, 0)
-    return Near(np.where(kept, x.value, 0), error)
+    return Near(np.where(kept & ~anything, x.value, 0), np.where(anything, np.inf, error))
 
 
 def glu_of(gate: Near, up: Near | None, weights: Near | None, kind: Activation, g: Near) -> Any:
@@ -132,6 +134,13 @@ def glu_of(gate: Near, up: Near | None, weights: Near | None, kind: Activation, 
     d_up = None if up is None else g * active
     if checks and d_up is not None:
         d_gate, d_up = masked(d_gate, *checks[0]), masked(d_up, *checks[1])
+    if kind.curve == "relu2":  # max(x, 0) is a constant below zero
+        d_gate = masked(d_gate, *clipped(gate, 0.0, math.inf)[1:])
+    if kind in FUNCTIONS and weights is not None:  # rows of weight 0 have no derivative
+        error = np.broadcast_to(weights.error, weights.value.shape)
+        unsure = (abs(weights.value) <= error) & (error > 0)
+        of_rows = (weights.value != 0)[:, None], unsure[:, None]
+        d_gate, d_up = (None if d is None else masked(d, *of_rows) for d in (d_gate, d_up))
     for result in filter(None, (out, d_gate, d_up)):
         result.error = result.error + np.where((result.value == 0) & (result.error == 0), 0, lost)
     return out, d_gate, d_up, d_weights
@@ -206,9 +215,10 @@ class Operands:
             arrays["weights"] = draws.values(rng, (self.rows,), self.weights)
         if gradient:
             arrays[gradient] = draws.values(rng, (self.rows, self.width), dtype)
-        for name in self.names:
+        for name in (*self.names, *[gradient] * bool(gradient)):
             if arrays[name].size and rng.random() < 0.3:
-                arrays[name][rng.integers(self.rows), rng.integers(columns)] = np.nan
+                at = rng.integers(arrays[name].shape)
+                arrays[name][tuple(at)] = np.nan
         if rng.random() < 0.3:  # as pad rows are
             for name in {*arrays} - {gradient}:
                 arrays[name][-(self.rows // 3) - 1 :] = 0

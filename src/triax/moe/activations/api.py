@@ -47,11 +47,12 @@ def glu(
       row_weights: float [rows], or None for ones.
       activation: gated: "swiglu" (SiLU), "geglu" (GELU in its tanh form), "geglu_exact" (Shazeer,
         https://arxiv.org/abs/2002.05202), or a `Swiglu`; not gated: "silu", "gelu" (tanh),
-        "gelu_exact", "relu2" (max(x, 0) squared); or a JAX function of float32 arrays, gate and
-        up if it takes two arguments, which XLA compiles on every platform. As under `jax.vmap`, it
-        gets each row by itself, [1, width], and returns [1, width]: no row depends on others, and
-        random numbers that it draws are the same in every row. The backward pass computes it again.
-        A row of weight 0 has no derivative by gate and up, and no second one by the weight.
+        "gelu_exact", "relu2" (max(x, 0) squared; below zero the gradient is 0, even where the
+        result's is NaN); or a JAX function of float32 arrays, gate and up if it takes two
+        arguments, which XLA compiles on every platform. As under `jax.vmap`, it gets each row by
+        itself, [1, width], and returns [1, width]: no row depends on others, and random numbers
+        that it draws are the same in every row. The backward pass computes it again. A row of
+        weight 0 has no derivative by gate and up, and no second one by the weight.
       interleaved: whether gate and up are the even and the odd columns of `gate_up`.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.

@@ -339,6 +339,8 @@ def _glu_grad_kernel(
             tl.debug_barrier()  # all threads must have read the block before any overwrites it
             tl.store(gradient_ptr + row * width + columns, out.to(dtype), mask=mask)
         d_gate = gradient * slope
+        if CURVE == "relu2":  # a constant below zero, whose derivative is 0 even of infinity or NaN
+            d_gate = tl.where(gate < 0, 0.0, d_gate)
         if GATED:
             d_gate = gradient * up * slope
             d_up = gradient * active
