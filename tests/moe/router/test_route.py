@@ -84,6 +84,13 @@ GROUPED = {
         {"num_groups": 3, "top_groups": 1},
         [3, 4],
     ),
+    "a group is worth its best once": (
+        [[3, 3, 1, 4, 2, 0]],
+        {"num_groups": 2, "top_groups": 1, "group_score": "max", "score": "none"},
+        [3, 4],
+    ),
+    # Of 128 places keys lack eight bits.
+    "the first bit that keys lack": ([[5, 5 + 2**-14] + [0] * 98], {"score": "softmax"}, [1, 0]),
     "in a group the logits decide between sigmoids of one": (
         [[20, 21, 22, 23, 24, 25, 26, 27]],
         {"num_groups": 2, "top_groups": 1},
