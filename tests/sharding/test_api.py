@@ -244,15 +244,17 @@ def test_without_shardy():
     assert_close(got, alone(with_gradients(plain))(*args))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["plain", "explicit"])
-def test_vmap_cuts_batches(kind):
-    x, weight = drawn((4, ROWS, WIDTH), (WIDTH,))
-    mapped = lambda f: jax.vmap(with_gradients(f), (0, None))
-    got = run(mapped(norm), mesh_of(kind), [x, weight], [P("model"), P()])
-    assert_close(got, alone(mapped(plain))(x, weight))
-    with jax.set_mesh(mesh_of(kind)):
-        out = run(jax.vmap(norm, (0, None)), mesh_of(kind), [x, weight], [P("model"), P()])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_cuts_batches(axis, kind):
+    shape, spec = [ROWS, WIDTH], [None, None]
+    shape.insert(axis, 4)
+    spec.insert(axis, "model")
+    args, specs = drawn(shape, (WIDTH,)), [P(*spec), P()]
+    mapped = lambda f: jax.vmap(with_gradients(f), (axis, None))
+    assert_close(run(mapped(norm), mesh_of(kind), args, specs), alone(mapped(plain))(*args))
+    out = run(jax.vmap(norm, (axis, None)), mesh_of(kind), args, specs)
     assert out.sharding.shard_shape(out.shape) == (1, ROWS, WIDTH)
 
 
