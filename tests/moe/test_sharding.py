@@ -231,6 +231,16 @@ def test_products_are_cut_like_dense_ones(kind, specs, collective, result):
     compare("out", actual["out"], jax.jit(function)(arrays)["out"])
 
 
+def test_shardy_is_told_what_is_summed_and_what_stays_whole():
+    """The depth; groups."""
+    function, arrays = forward("ragged_dot")
+    mesh = mesh_of("plain")
+    placed = {n: jax.device_put(a, NamedSharding(mesh, P())) for n, a in arrays.items()}
+    rule = r"sharding_rule<\(\[\w, (\w)\], \[(\w), \1, \w\].* reduction=\{\1\} need_\w*=\{\2"
+    with jax.set_mesh(mesh):
+        assert re.search(rule, jax.jit(function).lower(placed).as_text())
+
+
 @pytest.mark.sampled(1)
 def test_partial_products_are_summed_in_float32(kind):
     """Two parts that cancel: rounded to bfloat16 before the sum, little would be left of it.

@@ -14,10 +14,10 @@ from triax.tuning.key import make_key
 X = np.zeros(100, np.float32)
 
 
-def key_of(kernel, out_type=X):
-    configs = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+def key_of(kernel, out_type=X, **how):
+    configs = [triton.Config({"BLOCK": block}, num_warps=2) for block in (64, 128)]
     tuned = triton.autotune(configs, key=[])(kernel)
-    (equation,) = jax.make_jaxpr(lambda x: blockwise(tuned, x, out_type=out_type))(X).eqns
+    (equation,) = jax.make_jaxpr(lambda x: blockwise(tuned, x, out_type=out_type, **how))(X).eqns
     operand, result = (ArrayType(array.shape, array.dtype) for array in (X, out_type))
     call = equation.params["call"]
     return make_key(call, call.launches((operand,), (result,)), 90, DEVICE)
@@ -31,3 +31,9 @@ def test_it_has_the_dtypes_of_outputs_too():
 def test_it_has_the_fingerprint_of_the_source():
     """Which `tests/binding/test_sources.py` tests."""
     assert key_of(copy_kernel).source == fingerprint(copy_kernel)
+
+
+def test_it_has_the_options_of_the_caller_beside_those_of_configs():
+    key = key_of(copy_kernel, backend_options={"enable_fp_fusion": False})
+    assert key.options == {"enable_fp_fusion": "False"}
+    assert all("num_warps=2" in of for of in key.candidates)

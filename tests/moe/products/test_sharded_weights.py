@@ -119,6 +119,15 @@ def test_tiles_stay_for_the_gradient_of_rows(way, along, kind):
     check(found, upstream, exactly(weights).swapaxes(1, 2))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_blocks_that_several_shards_have_a_part_of(kind):
+    weights, mesh = weights_of("int8", (1, DEPTH // 2, 1)), mesh_of(kind)
+    with jax.set_mesh(mesh):
+        operands = put(mesh, rows(), P()), put(mesh, weights, P(None, None, "a"))
+        found = jax.jit(product)(*operands)
+    check(found, rows(), exactly(weights))
+
+
 @pytest.mark.parametrize("implementation", ["xla", "interpret"])
 @pytest.mark.parametrize("along", ["columns", "depth"])
 def test_shards_inside_shard_map(along, implementation):
