@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from triax.compat import triton_private
 from triax.compat.versions import __version__
 from triax.errors import ArgumentValueError, TriaxError
 from triax.messages import counted
@@ -173,4 +174,7 @@ def _said(error: Exception, path: str) -> str:
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}: " if error.filename else ""
         what = error.msg
-    return f"{where or f'{path}: ' * bool(path)}{type(error).__name__}: {what}".removesuffix(": ")
+    where = where or f"{path}: " * bool(path)
+    said = f"{where}{type(error).__name__}: {what}".removesuffix(": ")
+    is_triton = isinstance(error, ModuleNotFoundError) and error.name == "triton"
+    return f"{said}. {triton_private.HOW_TO_INSTALL}" if is_triton else said

@@ -73,6 +73,16 @@ def test_tune_of_a_program_that_raises(tmp_path, capsys, text, expected):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["explain", "tune"])
+def test_a_program_whose_triton_is_not_installed(tmp_path, capsys, monkeypatch, command):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    file = program(tmp_path, "import triton.language as tl\n")
+    assert cli.main([command, f"{file}:main"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"triax: {file}:1: ModuleNotFoundError: ")
+    assert "On Linux, `pip install 'triton>=3.5'`" in said
+
+
 def test_tune_takes_a_file_of_any_name(tmp_path, capsys):
     file = program(tmp_path, "def main():\n    return 1\n", "program of mine")
     assert cli.main(["tune", f"{file}:main"]) == 0

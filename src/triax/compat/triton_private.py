@@ -31,6 +31,10 @@ _PLACEHOLDER = (
     "The installed `triton` is the placeholder package of `pytorch-triton` 0.0.1, not Triton "
     "itself. Uninstall it (`pip uninstall pytorch-triton triton`) and install `triton>=3.5`."
 )
+HOW_TO_INSTALL = (
+    "On Linux, `pip install 'triton>=3.5'`, or install Triax with the extra cuda13, cuda12 or, for "
+    "the interpreter alone, interpreter. There is no Triton for other systems."
+)
 
 
 # Held while Triton's Python code is in a state that a forked child must not inherit, such as a
@@ -80,9 +84,7 @@ def triton() -> ModuleType:
             raise
         raise MissingDependencyError(
             "Calling a Triton kernel needs `triton`, which is not installed. "
-            "On Linux, `pip install 'triton>=3.5'`, or install Triax with the extra cuda13, cuda12 "
-            "or, for the interpreter alone, interpreter. There is no Triton for other systems. "
-            "`triax.moe` runs through XLA without it."
+            f"{HOW_TO_INSTALL} `triax.moe` runs through XLA without it."
         ) from error
     except RuntimeError as error:  # the placeholder raises on import
         raise MissingDependencyError(_PLACEHOLDER) from error

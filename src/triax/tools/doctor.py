@@ -151,7 +151,9 @@ def _versions(machine: Machine) -> Findings:
     else:
         is_absent = isinstance(machine.triton.__cause__, ModuleNotFoundError)
         level = "warn" if is_absent and not has_gpu else "fix"
-        yield Finding("triton", level, _first_line(machine.triton))
+        text = _ABSENT if is_absent else _first_line(machine.triton)
+        remedy = triton_private.HOW_TO_INSTALL if is_absent else ""
+        yield Finding("triton", level, text, remedy)
 
     bindings = machine.packages["cuda-bindings"]
     if bindings is None and has_gpu:
@@ -190,11 +192,11 @@ def _gpu(machine: Machine) -> Findings:
 
 
 def _gates(machine: Machine) -> Findings:
+    if not isinstance(machine.triton, str):
+        return  # all are features of Triton kernels; the versions section says what is missing
     for gate in versions.GATES:
         of_triton = gate.package == "triton"
         version = machine.triton if of_triton else machine.gated
-        if not isinstance(version, str):
-            continue  # reported in the versions section
         if gate.stable is None:
             yield Finding(gate.feature, "info", f"in no release yet: {gate.below}")
         elif gate.passes(version) and machine.plugin is None and not of_triton:
