@@ -9,15 +9,17 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from triax.compat import triton_private
 from triax.compat.versions import __version__
 from triax.errors import ArgumentValueError, TriaxError
 from triax.messages import counted
+from triax.settings import tuning_mode
 from triax.tools import cache, doctor, programs
-from triax.tools.explain import Explanation, explain
+from triax.tools.explain import explain
 from triax.tools.tune import tune
 from triax.tuning.recording import record
 from triax.tuning.store import Record
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=lambda options: doctor.doctor(options.json))
 
     command = commands.add_parser("tune", help="measure the Triton calls of a function")
-    command.set_defaults(run=_tune, tool=tune, show=_show_tuned)
+    command.set_defaults(run=_tune, tool=lambda function, _: tune(function), show=_show_tuned)
     command.set_defaults(nothing="nothing to tune: no Triton call with several configs ran")
     _add_function(command)
     about = "also write the tuned configs there, to ship in a package or for TRIAX_CACHE_PATH"
@@ -84,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("explain", help="which configs a function's calls get, and why")
     command.add_argument("--ptx", action="store_true", help="print the kernels' PTX, too")
-    about = "print the registers, spills and shared memory of the kernels, too"
+    about = "print the registers, spills and shared memory of every config, too"
     command.add_argument("--resources", action="store_true", help=about)
-    command.set_defaults(run=_with_function, tool=explain, show=_show_explained)
+    command.set_defaults(run=_with_function, tool=_explain, show=print)
     command.set_defaults(
         nothing="nothing to explain: no kernel is behind what the function returns"
     )
@@ -132,7 +134,7 @@ def _with_function(options: argparse.Namespace) -> int:
     try:
         program = programs.find(options.function, f"triax {options.command}")
         path = program.path
-        results = options.tool(program.load())
+        results = options.tool(program.load(), options)
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -140,24 +142,32 @@ def _with_function(options: argparse.Namespace) -> int:
         print(f"triax: {_said(error, path)}", file=sys.stderr)
         return 1
     for result in results:
-        options.show(result, options)
-    for choice in getattr(results, "products", ()):
-        print(choice)
+        options.show(result)
     if not results:
         print(options.nothing)
     return 0
 
 
-def _show_tuned(result: Record, options: argparse.Namespace) -> None:
+def _show_tuned(result: Record) -> None:
     print(f"{result.key.kernel}: {result.config}")
     for timing in result.timings:
         time = "failed" if timing.median_ms is None else f"{timing.median_ms:10.4f} ms"
         print(f"  {time:>13}  {timing.config}" + (f"  {timing.error}" if timing.error else ""))
 
 
-def _show_explained(result: Explanation, options: argparse.Namespace) -> None:
-    used = [f"  {config}" for config in result.resources()] if options.resources else []
-    print(result, *used, *(result.ptx if options.ptx else ()), sep="\n")
+def _explain(function: Callable[[], Any], options: argparse.Namespace) -> list[str]:
+    """The text of each call, then of each choice of a kernel for a matmul."""
+    calls = explain(function)
+    texts = [[str(call)] for call in calls]
+    if options.resources:
+        with tuning_mode("runtime"):  # such programs hold every config, not only the chosen one
+            for text, call in zip(texts, explain(function), strict=True):
+                used = zip(call.resources(), call.config, strict=True)
+                text += [f"  {resources}  {config}" for resources, config in used]
+    if options.ptx:
+        for text, call in zip(texts, calls, strict=True):
+            text += call.ptx
+    return ["\n".join(text) for text in texts] + [*map(str, calls.products)]
 
 
 def _said(error: Exception, path: str) -> str:

@@ -183,7 +183,10 @@ def test_explain(tmp_path, capsys):
     assert cli.main(["explain", "--ptx", f"{file}:main"]) == 0
     assert re.search(r"^\.target sm_90", capsys.readouterr().out, re.M)
     assert cli.main(["explain", "--resources", f"{file}:main"]) == 0
-    assert re.search(r"^  \d+ registers, 0 bytes spilled, ", capsys.readouterr().out, re.M)
+    told = capsys.readouterr().out
+    assert told.startswith("add_kernel: BLOCK=64, num_ctas=1, num_stages=3, num_warps=1  (first ")
+    used = re.findall(r"^  \d+ registers, 0 bytes .* (\d) warps  BLOCK=(\d+), ", told, re.M)
+    assert used == [("1", "64"), ("2", "256"), ("4", "1024")]  # not only the one that is chosen
     assert cli.main(["explain", f"{file}:nothing"]) == 0
     assert "nothing to explain" in capsys.readouterr().out
     assert cli.main(["explain", "main"]) == 1

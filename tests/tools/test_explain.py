@@ -32,8 +32,8 @@ CALL = triax.Explanation(
     shared_bytes=(0, 0),
     num_warps=(4, 4),
     saved=(),
-    operands=(),
-    results=(),
+    operands=("tensor<8x256xbf16>", "tensor<f32>"),
+    results=("tensor<8x256xbf16>",),
     fenced=True,
     opaque=b"",
     key="add-4096",
@@ -45,6 +45,7 @@ def test_text():
     assert str(CALL).splitlines() == [
         "add<kernel>: BLOCK=128 | BLOCK=256  (measured now)",
         "  triton_kernel_call_ffi, grid 8×1×1 | 4×1×1, aliases [(0, 0)]",
+        "  8x256xbf16, f32 → 8x256xbf16",
         "  key add-4096, measured on 8192 bytes",
         "     0.0125 ms  BLOCK=128",
         "  needs 'a' < b & c  BLOCK=256",

@@ -12,13 +12,7 @@ from triax.compat import jax_modules, triton_proto, versions
 class TritonCall:
     """One Triton call in a lowered program: its attributes, and its payload decoded.
 
-    `config`, `grid`, `entries`, `ptx`, `zeroed_bytes`, `shared_bytes` and `num_warps` hold one
-    entry per config passed to XLA: one, unless the tuning mode is "runtime". `key` names the record
-    of the config, "" if there was no choice. `aliases` pairs operands and results of the custom
-    call; `saved` are the buffers that jaxlib restores after timing, and `zeroed_bytes` the bytes
-    zeroed for each array parameter.
-    `fenced` says that barriers keep XLA from fusing the call with slices and updates of its arrays,
-    as docs/internals.md has it. `opaque` are the payload's bytes.
+    `tools.explain.Explanation` says what each one is.
     """
 
     kernel: str

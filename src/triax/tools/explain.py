@@ -24,13 +24,26 @@ from triax.tuning.store import Timing
 class Explanation(TritonCall):
     """One Triton call of a program.
 
-    `config`, `grid`, `entries` and others hold one entry per config handed to XLA: one, unless
-    tuning mode is "runtime". `source` says where the choice came from. `timings` has every
-    candidate's median in milliseconds, if known: measured on a call that moved `measured_bytes`
-    bytes. `key` names the choice's record in the store; it ends in the number of bytes that this
-    call moves. `aliases` pairs operands and results of the custom call named `target`; `entries`
-    are the kernels' names in profiles, and `ptx` their code, with `shared_bytes` of shared memory
-    and `num_warps` of a program.
+    Of some attributes there is one entry per config handed to XLA: one, unless the tuning mode is
+    "runtime".
+
+    Attributes:
+      kernel: its name, or the call's `name`.
+      target: of the custom call.
+      config, grid, entries, ptx: per config: its parameters, its grid, and the kernel's name in
+        profiles and its code.
+      key: names the choice's record in the store, and ends in the number of bytes that this call
+        moves; "" if there was nothing to choose.
+      shared_bytes, num_warps: per config: the shared memory and the warps of a program.
+      zeroed_bytes: per config: how many bytes of each array parameter are zeroed before.
+      saved: the buffers that jaxlib restores after it has timed a config.
+      aliases: pairs of an operand and the result that has its memory.
+      operands, results: their types.
+      fenced: whether barriers keep XLA from fusing the call with slices and updates of its arrays.
+      opaque: what is handed to jaxlib, in its own format.
+      source: where the choice came from, such as "only config" or "user store".
+      timings: every candidate's `config` and `median_ms`, or its `error`, if known.
+      measured_bytes: how many bytes the call moved that was measured; None if none was.
     """
 
     source: str
@@ -38,7 +51,10 @@ class Explanation(TritonCall):
     measured_bytes: int | None
 
     def resources(self) -> tuple[Resources, ...]:
-        """Returns what each config's kernel uses: registers, spills, shared memory, warps.
+        """Returns `registers`, `spilled_bytes`, `shared_bytes` and `warps` of each entry of `ptx`.
+
+        The first two are of a thread, the others of a program. Mode "runtime" has an entry for
+        every config, other modes for the chosen one.
 
         The assembler that comes with Triton counts them; it needs no GPU. XLA's own, which runs
         when the program is compiled, may be of another version, and differ by a few registers.
@@ -54,6 +70,8 @@ class Explanation(TritonCall):
         grids = " | ".join("×".join(map(str, grid)) for grid in self.grid)
         lines = [f"{self.kernel}: {' | '.join(self.config)}  ({self.source})"]
         lines.append(f"  {self.target}, grid {grids}, aliases {[*self.aliases]}")
+        types = (", ".join(map(_short, arrays)) for arrays in (self.operands, self.results))
+        lines.append("  " + " → ".join(types))
         if self.key:
             size = self.measured_bytes
             is_own = size is None or self.key.endswith(f"-{size}")
@@ -62,6 +80,10 @@ class Explanation(TritonCall):
             time = (t.error or "not timed") if t.median_ms is None else f"{t.median_ms:.4f} ms"
             lines.append(f"  {time:>12}  {t.config}")
         return "\n".join(lines)
+
+
+def _short(type_: str) -> str:
+    return type_.removeprefix("tensor<").removesuffix(">")
 
 
 class Explanations(list[Explanation]):
