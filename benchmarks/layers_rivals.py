@@ -155,7 +155,7 @@ def main() -> None:
     left_out = {name: of for name, of in kept["left_out"].items() if name not in options.shapes}
     for name in options.shapes:
         found, left_out[name] = measure(case_of(name))
-        results += found
+        results = sorted(results + found, key=lambda r: [*LAYERS].index(r["preset"]))
         for r in found:
             figures = r["median_us"] / 1e3, r.get("over_triax", 0), r["peak_bytes"] / 1e9
             print(name, r["implementation"], *(f"{x:.4g}" for x in figures), r["seconds_method"])
