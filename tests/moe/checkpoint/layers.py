@@ -205,6 +205,11 @@ FORMATS = {
         moe.from_8_bits,
         {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
     ),
+    "modelopt_mxfp8": (
+        mxfp8,
+        functools.partial(moe.from_8_bits, block_size=(1, 32)),
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+    ),
     "quark": (mxfp4("weight", "weight_scale"), moe.from_mxfp4, QUARK),
     "deepseek_v4": (
         mxfp4("weight", "scale", np.int8, ml_dtypes.float8_e8m0fnu),

@@ -382,7 +382,7 @@ def test_other_widths_and_formats(make, quantization, message):
         ("gptq", "weight_block_size", [1, 32]),
         ("gptq", "version", "gemm"),
         ("awq", "sym", True),
-        ("awq", "format", "pack-quantized"),
+        ("awq", "num_bits", 4),
         ("packed", "desc_act", False),
         ("packed", "scale_fmt", "ue8m0"),
         ("mxfp4", "bits", 4),
@@ -422,7 +422,12 @@ def test_keys_of_another_format(name, key, value):
             "must be one of 'nvfp4-pack-quantized'; got 'mxfp4-pack-quantized'",
         ),
         ("nvfp4_of_compressed_tensors", {"strategy": "group"}, "'tensor_group'; got 'group'"),
-        ("modelopt_fp8", {"quant_algo": "NVFP4"}, "quant_algo.* must be one of 'FP8'; got 'NVFP4'"),
+        ("awq", {"format": "gemv"}, "format.* must be one of 'gemm'; got 'gemv'"),
+        ("awq", {"checkpoint_format": "gemv_fast"}, "must be one of 'gemm'; got 'gemv_fast'"),
+        ("awq", {"desc_act": True}, "desc_act.* must be one of False; got True"),
+        ("modelopt_fp8", {"quant_algo": "NVFP4"}, "must be one of 'FP8', .*; got 'NVFP4'"),
+        ("modelopt_fp8", {"quant_algo": "MXFP8"}, "must be one of 'FP8', .*; got 'MXFP8'"),
+        ("modelopt_mxfp8", {"quant_algo": "FP8"}, "must be one of 'MXFP8'; got 'FP8'"),
         ("mxfp8", {"type": "int"}, "type.* must be one of 'float'; got 'int'"),
         ("mxfp8", {"format": "float-quantized"}, "must be one of 'mxfp8-quantized'; got 'float-q"),
         ("mxfp8", {"group_size": 64}, r"`block_size` \(1, 64\); got \(96, 2\)"),
@@ -511,6 +516,23 @@ AWQ = {
 }
 
 
+AWQ_OF_GPTQ_MODEL = {
+    "bits": 4,
+    "checkpoint_format": "gemm",
+    "desc_act": False,
+    "dynamic": {"-:.*shared_expert.*": {}, "+:.*self_attn.*": {"bits": 8}},
+    "format": "gemm",
+    "group_size": 32,
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:7.7.0"]},
+    "method": "awq",
+    "pack_dtype": "int32",
+    "quant_method": "awq",
+    "version": "gemm",
+    "zero_point": False,
+}
+
+
 MODELOPT = {
     "config_groups": {
         "group_0": {
@@ -539,6 +561,8 @@ MODELOPT = {
         ("packed", KIMI_K2),
         ("gptq", GPTQ_MODEL),
         ("awq", AWQ),
+        ("awq", AWQ_OF_GPTQ_MODEL),
+        ("awq", AWQ_OF_GPTQ_MODEL | {"version": None}),
         ("blocks", DEEPSEEK),
         ("channels", CHANNELS),
     ],
@@ -573,6 +597,22 @@ def test_rules_for_layers(rules, message):
     else:
         with pytest.raises(CheckpointError, match=message):
             read(tensors, config)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "fp8_pb_wo"])
+def test_blocks_of_modelopt(algorithm):
+    """Scales [out / 128, 1, in / 128, 1], of a size that its configuration does not have."""
+    own = in_8_bits("weight_scale", 128, 128)(300, 200)
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
+    wide = own | {"weight_scale": own["weight_scale"][:, None, :, None]}
+    read = lambda own: moe.linear_from_checkpoint(
+        {f"{MLP}.up_proj.{name}": of for name, of in own.items()}, f"{MLP}.up_proj", config=config
+    )
+    wanted = exactly(moe.from_8_bits(*own.values(), block_size=(128, 128)))
+    for of in (own, wide):
+        np.testing.assert_array_equal(exactly(read(of)), wanted.T)
+    with pytest.raises(CheckpointError, match=r"`weight_scale` must have shape"):
+        read(own | {"weight_scale": own["weight_scale"][None, :, None]})
 
 
 NVFP4 = {"quant_algo": "NVFP4", "group_size": 16}

@@ -249,7 +249,7 @@ def flat(config: Any, module: str = "") -> dict[str, Any]:
     """
     name = "quantization_config"
     config = _mapping(name, config)
-    if config.get("quant_method") == "gptq":
+    if config.get("quant_method") in ("gptq", "awq"):
         rules = _mapping(f'{name}["dynamic"]', config.get("dynamic"))
         config = {**config, "dynamic": None, **_rule(module, rules)}
     if config.get("quant_method") in ("modelopt", None) and config.get("quantized_layers"):
@@ -424,8 +424,11 @@ def _read_nvfp4(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArra
 
 
 def _read_8_bits(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
-    weights = own["weight"], own["weight_scale"]
-    return from_8_bits(*weights, block_size=_block_size(config), tiles=False)
+    weight, scale = own["weight"], own["weight_scale"]
+    if scale.ndim == weight.ndim + 2 and scale.shape[-3::2] == (1, 1):  # ModelOpt's FP8_PB_WO
+        scale = scale[..., 0, :, 0]
+    block = _block_size(config) or _BLOCKS.get(config.get("quant_algo"))
+    return from_8_bits(weight, scale, block_size=block, tiles=False)
 
 
 _GPTQ = {
@@ -437,7 +440,15 @@ _GPTQ = {
     "format": ("gptq", "gptq_v2"),
     "method": "gptq",
 }
-_AWQ = {"quant_method": "awq", "bits": 4, "version": ("gemm", "GEMM")}
+_AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "desc_act": False,
+    "version": ("gemm", "GEMM"),
+    "checkpoint_format": "gemm",
+    "format": "gemm",
+    "method": "awq",
+}
 _PACKED = {
     "quant_method": "compressed-tensors",
     "num_bits": 4,
@@ -446,6 +457,8 @@ _PACKED = {
     "strategy": ("group", "channel"),
     "actorder": (*_BY_ACTIVATION, False, "weight", "static"),
 }
+# What ModelOpt says of no size.
+_BLOCKS = {"MXFP8": (1, 32), "FP8_PB_WO": (128, 128), "fp8_pb_wo": (128, 128)}
 _MX = {"type": "float", "scale_format": "e8m0", "scale_fmt": "ue8m0"}
 _MXFP4 = _MX | {
     "quant_method": ("mxfp4", "compressed-tensors", "quark", "fp8"),
@@ -474,13 +487,14 @@ _NVFP4_PACKED = {
 }
 _FLOAT8 = {
     "quant_method": ("fp8", "fbgemm_fp8", "compressed-tensors", "quark", "modelopt"),
-    "quant_algo": "FP8",
+    "quant_algo": ("FP8", "FP8_PB_WO", "fp8_pb_wo"),
     "num_bits": 8,
     "type": "float",
     "format": ("float-quantized", "naive-quantized"),
     "dtype": ("fp8_e4m3", "fp8_e5m2"),
     "scale_format": "float32",
 }
+_MXFP8 = _FLOAT8 | _MX | {"format": "mxfp8-quantized", "quant_algo": "MXFP8"}
 _INT8 = {
     "quant_method": ("compressed-tensors", "quark"),
     "num_bits": 8,
@@ -500,7 +514,7 @@ FORMATS = (
     Format("weight weight_scale weight_scale_2", ("uint8",), (E4M3.name,), _NVFP4, _read_nvfp4),
     Format(_NVFP4_TENSORS, ("uint8",), (E4M3.name,), _NVFP4_PACKED, _read_nvfp4),
     Format(_TENSORS, _FP8, _FLOATS, _FLOAT8, _read_8_bits),
-    Format(_TENSORS, _FP8, _POWERS, _FLOAT8 | _MX | {"format": "mxfp8-quantized"}, _read_8_bits),
+    Format(_TENSORS, _FP8, _POWERS, _MXFP8, _read_8_bits),
     Format(_TENSORS, ("int8",), _FLOATS, _INT8, _read_8_bits),
 )
 NAMES = (
@@ -513,9 +527,9 @@ NAMES = (
 # read, and those that do not matter for a layer's weights. Any other is refused.
 KEYS = {
     "awq": (
-        "bits group_size version",
-        "autoround_version backend do_fuse exllama_config fuse_max_seq_len modules_to_fuse "
-        "modules_to_not_convert pack_method zero_point",
+        "bits checkpoint_format desc_act dynamic format group_size method version",
+        "autoround_version backend do_fuse exllama_config fuse_max_seq_len lm_head meta "
+        "modules_to_fuse modules_to_not_convert pack_dtype pack_method zero_point",
     ),
     "compressed-tensors": (
         "actorder block_structure config_groups dynamic format group_size ignore num_bits strategy "
