@@ -140,7 +140,7 @@ def glu_of(gate: Near, up: Near | None, weights: Near | None, kind: Activation, 
         error = np.broadcast_to(weights.error, weights.value.shape)
         unsure = (abs(weights.value) <= error) & (error > 0)
         of_rows = (weights.value != 0)[:, None], unsure[:, None]
-        d_gate, d_up = (None if d is None else masked(d, *of_rows) for d in (d_gate, d_up))
+        d_gate, d_up = masked(d_gate, *of_rows), None if d_up is None else masked(d_up, *of_rows)
     for result in filter(None, (out, d_gate, d_up)):
         result.error = result.error + np.where((result.value == 0) & (result.error == 0), 0, lost)
     return out, d_gate, d_up, d_weights
@@ -217,8 +217,7 @@ class Operands:
             arrays[gradient] = draws.values(rng, (self.rows, self.width), dtype)
         for name in (*self.names, *[gradient] * bool(gradient)):
             if arrays[name].size and rng.random() < 0.3:
-                at = rng.integers(arrays[name].shape)
-                arrays[name][tuple(at)] = np.nan
+                arrays[name][tuple(map(rng.integers, arrays[name].shape))] = np.nan
         if rng.random() < 0.3:  # as pad rows are
             for name in {*arrays} - {gradient}:
                 arrays[name][-(self.rows // 3) - 1 :] = 0

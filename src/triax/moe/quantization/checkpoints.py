@@ -458,7 +458,11 @@ _PACKED = {
     "actorder": (*_BY_ACTIVATION, False, "weight", "static"),
 }
 # What ModelOpt says of no size.
-_BLOCKS = {"MXFP8": (1, 32), "FP8_PB_WO": (128, 128), "fp8_pb_wo": (128, 128)}
+_BLOCKS: dict[Any, tuple[int, int]] = {
+    "MXFP8": (1, 32),
+    "FP8_PB_WO": (128, 128),
+    "fp8_pb_wo": (128, 128),
+}
 _MX = {"type": "float", "scale_format": "e8m0", "scale_fmt": "ue8m0"}
 _MXFP4 = _MX | {
     "quant_method": ("mxfp4", "compressed-tensors", "quark", "fp8"),
