@@ -1,6 +1,7 @@
 """Threads that compile: how a program ends, and a fork, while they are at it."""
 
 import json
+import threading
 
 import pytest
 import triton
@@ -8,6 +9,7 @@ import triton.language as tl
 from packaging.version import Version
 
 from tests.interrupts import run_program
+from triax.compiling import threads
 
 pytestmark = pytest.mark.cuda_plugin
 
@@ -125,6 +127,22 @@ def test_a_compilation_that_never_ends_leaves_the_programs_end_alone(tmp_path, e
     assert done.stdout == 4 * late + "others end too\n"
     assert "terminate" not in done.stderr
     assert ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
+
+
+def test_another_thread_takes_the_place_of_one_that_is_late():
+    second, waited = threading.Event(), []
+
+    def compile_(launch):
+        if launch == "the first":
+            waited.append(second.wait(20))
+        else:
+            second.set()
+        return launch
+
+    found = threads.each(compile_, ["the first", "the second"], timeout_s=0.3, size=1)
+    threads.join(threads._all)
+    assert str(found[0]) == "it was not compiled after 0.3 s"
+    assert (found[1], waited) == ("the second", [True])
 
 
 FORKS = (
