@@ -153,3 +153,22 @@ def test_tangents_that_are_zero_beside_others():
     found = jax.jvp(lambda a: weighted(a, X), (X,), (2 * X,))
     np.testing.assert_array_equal(found[0], 8 * X)
     np.testing.assert_array_equal(found[1], 6 * X)
+
+
+def test_residuals_that_move_beside_others_that_do_not():
+    """As in second derivatives, where integers have no tangent."""
+    last_first = jnp.arange(len(X))[::-1]
+
+    def product(a, b):
+        times = lambda held, of: held[0][held[1]] * of
+        return linear.call(
+            lambda held, of: times(held, of["b"]),
+            lambda held, out: {"b": times(held, out)},
+            (a, last_first),
+            {"b": b},
+            b,
+        )
+
+    tangent = jnp.arange(8.0)[:, None] * X
+    moved = jax.jvp(lambda a: product(a, 3 * X), (X,), (tangent,))[1]
+    np.testing.assert_array_equal(moved, 3 * tangent[::-1])

@@ -191,3 +191,10 @@ def test_gradients_by_experts_that_are_given_are_rounded_once():
     total = lambda logits: jnp.sum(moe.route(logits, router, experts=experts).weights)
     wanted = jax.grad(total)(logits.astype(jnp.float32)).astype(jnp.float16)
     np.testing.assert_array_equal(jax.grad(total)(logits), wanted)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "none"])
+def test_experts_that_there_are_not_weigh_nothing_beside_a_nan(score):
+    logits, experts = jnp.array([[jnp.nan, 1.0, 2.0]]), jnp.array([[-1, 3, 0]])
+    weights = moe.route(logits, moe.Router(3, score=score), experts=experts).weights
+    np.testing.assert_array_equal(weights, [[0, 0, np.nan]])
