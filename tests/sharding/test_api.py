@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import triax
 from triax import settings, testing
 from triax.errors import ArgumentTypeError, ArgumentValueError, OutOfBounds
+from triax.sharding.splits import Shard
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
@@ -180,6 +181,14 @@ def test_reduce_sums_over_the_parts(kind, specs):
     both = triax.sharded(product, "t k, k n -> t n", cut="t n", reduce="k")
     got = run(with_gradients(both), mesh_of(kind), args, specs)
     assert_close(got, alone(with_gradients(product))(*args))
+
+
+def test_small_floats_are_summed_in_float32():
+    """CPUs do so themselves, if they do not end the process."""
+    sum_ = lambda part: Shard({"k": ("model",)}).sum("k", part)
+    over_all = jax.shard_map(sum_, mesh=mesh_of("plain"), in_specs=P("model"), out_specs=P())
+    text = str(jax.make_jaxpr(over_all)(jnp.ones(4, jnp.bfloat16)))
+    assert re.search(r"f32\[1\]\S* = psum", text)
 
 
 @pytest.mark.sampled(1)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 import triax
 from tests import kernels
-from tests.cases import autotuned_accumulate, gather
+from tests.cases import blockwise, gather
 from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE, X, add, explain
 from triax.binding.launch import ArrayType
@@ -397,17 +397,17 @@ def test_records_are_readable(measurer):
 
 
 class TestInputs:
-    def test_filling_by_dtype(self, measurer):
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_filling_by_dtype(self, measurer, dtype):
+        x = np.ones((9, 5), jnp.dtype(dtype))
         with triax.tuning_mode("auto"):
-            triax.explain(
-                lambda x, i: gather(x, i), np.ones((9, 5), np.float32), np.ones(9, np.int32)
-            )
+            triax.explain(lambda x, i: gather(x, i), x, np.ones(9, np.int32))
         (job,) = measurer.jobs
-        values = np.frombuffer(job.buffers[0].pattern, np.float32)
+        values = np.frombuffer(job.buffers[0].pattern, x.dtype).astype(np.float32)
         assert len(np.unique(values)) > 10
         assert np.abs(values).max() <= 1
         assert job.buffers[1].pattern == b"\0"
-        assert [b.nbytes for b in job.buffers] == [180, 36, 180]
+        assert [b.nbytes for b in job.buffers] == [x.nbytes, 36, x.nbytes]
 
     def test_tuning_inputs_are_written_out(self, measurer, monkeypatch):
         seen = []
@@ -428,10 +428,16 @@ class TestInputs:
         ):
             explain(tuning_inputs=lambda x, y: jnp.zeros(2))
 
-    def test_changed_operands_are_restored(self, measurer):
-        triax.explain(lambda x, y: autotuned_accumulate(x, y), X, X)
+    @pytest.mark.parametrize("named", [False, True])
+    def test_changed_operands_are_restored(self, measurer, named):
+        """Those that outputs are aliased to, and those that the kernel's author names."""
+        configs = [triton.Config({"BLOCK": b}) for b in (64, 128)]
+        kernel = triton.autotune(configs, key=[], restore_value=["x_ptr"] * named)
+        kernel = kernel(kernels.accumulate_kernel)
+        with triax.tuning_mode("auto"):
+            triax.explain(lambda *xy: blockwise(kernel, *xy, input_output_aliases={1: 0}), X, X)
         (job,) = measurer.jobs
-        assert [b.restored for b in job.buffers] == [False, True]
+        assert [b.restored for b in job.buffers] == [named, True]
 
     def test_reset_to_zero_starts_from_zero(self, measurer):
         kernel = triton.autotune(
