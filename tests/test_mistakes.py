@@ -631,14 +631,19 @@ def test_mistakes(mistake, monkeypatch, tmp_path):
     assert re.search(mistake.text, said, re.DOTALL), said
 
 
-def test_saving_nothing_is_said(caplog, tmp_path):
-    """The program was compiled before the block, so no call in it gets a config."""
+def test_saving_nothing_is_said(caplog, monkeypatch, tmp_path):
+    """On a GPU the program was compiled before the block, so no call in it gets a config."""
     call = jax.jit(add)
     call(X, X)
     with triax.record() as records:
         call(X, X)
-    assert records.save(tmp_path) == []
-    assert re.search(r"nothing is saved in .*compiled before the block of `record`", caplog.text)
+    for platform, why in (
+        ("cpu", "This process runs on cpu, and configs are measured on a GPU."),
+        ("gpu", "Programs compiled before the block of `record` are not lowered again in it."),
+    ):
+        monkeypatch.setattr("triax.compat.jax_private.default_platform", lambda at=platform: at)
+        assert records.save(tmp_path) == []
+        assert caplog.messages.pop().endswith(f"no call got a config that was measured. {why}")
 
 
 def test_a_grid_sees_the_dtype_that_the_kernel_gets():

@@ -20,6 +20,12 @@ class ArgumentValueError(TriaxError, ValueError):
     """An argument has the right type but a value that is not allowed."""
 
 
+class MissingName(ArgumentValueError, KeyError):
+    """A grid, heuristic or hook reads a name that is not among its meta-parameters."""
+
+    __str__ = Exception.__str__  # a KeyError shows the `repr` of its message
+
+
 class CheckpointError(TriaxError, ValueError):
     """A file or a tensor of a checkpoint is missing, damaged, or not in a known format."""
 

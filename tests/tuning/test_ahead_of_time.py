@@ -317,7 +317,9 @@ def test_missing_cuda_bindings_falls_back_and_says_so(measurer, monkeypatch, cap
 
 def test_cached_does_not_measure_and_strict_refuses(measurer):
     assert explain("cached").source == "first config (mode cached)"
-    with pytest.raises(TuningError, match=r"no tuned one is known for.*triax tune FILE:FUNCTION"):
+    with pytest.raises(
+        TuningError, match=r"no tuned one is known for.*triax tune FILE:FUNCTION.*--into"
+    ):
         explain("strict")
     assert measurer.jobs == []
 

@@ -13,6 +13,7 @@ from tests.tuning.conftest import explain
 from tests.tuning.records import key, record
 from triax import cli
 from triax.errors import TuningError
+from triax.tools import doctor
 from triax.tuning import packages, policy, store
 from triax.tuning.store import Store
 
@@ -94,13 +95,18 @@ def test_metadata_is_read_once_and_only_where_nothing_else_is_found(install, mon
         ("norms.a:b", "which must be the name of a package"),
     ],
 )
-def test_an_entry_point_that_names_nothing_is_logged_once(install, caplog, value, reason):
+def test_an_entry_point_that_names_nothing_is_logged_once(install, caplog, capsys, value, reason):
     install(value=value)
     for _ in range(2):
         assert store.find(key(0)) is None
     (line,) = caplog.messages
     assert line.startswith("tuned configs of package 'norms' are ignored: its entry point of group")
     assert line.endswith(reason)
+    machine = dataclasses.replace(doctor.look(), driver=[])
+    doctor.doctor(False, machine, {"folders": doctor.SECTIONS["folders"]})
+    said = re.search(r"warn  package norms   (.*)\n +→ (.*)", capsys.readouterr().out)
+    assert said[1] == line.partition("ignored: ")[2]
+    assert said[2] == "its author runs `triax tune … --into src/…/triax_records`"
 
 
 def test_damaged_metadata_is_logged(monkeypatch, caplog):

@@ -13,6 +13,7 @@ import pytest
 
 from tests.tuning.records import key, record
 from triax import settings
+from triax.compat import versions
 from triax.tuning import store
 from triax.tuning.store import Record, Store, Timing
 
@@ -236,3 +237,9 @@ def test_a_user_without_a_home(monkeypatch):
     assert store.find(key(0)) is None
     with pytest.raises(OSError, match=r"has no home folder.*set TRIAX_CACHE_DIR"):
         store.user_store()
+
+
+def test_a_record_has_the_version_of_a_checkout_too(monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda _: None)
+    made = Record.now(record(0).key, record(0).config, (), "")
+    assert made.versions == {"jax": "", "jaxlib": "", "triton": "", "triax": versions.__version__}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from triax import messages
 from triax.binding.values import CONFIG_OPTIONS, Config, Static, pack_values, plain
 from triax.compat import triton_private
-from triax.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from triax.errors import ArgumentTypeError, ArgumentValueError, MissingName, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -289,12 +289,6 @@ def _reading(name: str) -> Any:
         return method(self, *key_and_more)
 
     return read
-
-
-class MissingName(ArgumentValueError, KeyError):
-    """A user's function reads a name that is not among its meta-parameters."""
-
-    __str__ = Exception.__str__  # a KeyError shows the `repr` of its message
 
 
 class MetaParameters(dict[str, Any]):

@@ -21,7 +21,7 @@ from triax.compat import triton_private, versions
 from triax.compiling import disk_cache
 from triax.errors import CompilationError, TriaxError
 from triax.messages import counted, near_misses
-from triax.tuning import store
+from triax.tuning import packages, store
 
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _PACKAGES = ("jax", "jaxlib", *PLUGINS, "triton", "numpy", "cuda-bindings")
@@ -240,6 +240,10 @@ def _folders(machine: Machine) -> Findings:
         else:
             text = f"{place.folder}, {counted(len(paths), 'config')}"
             yield Finding(name, "ok", text + _about_versions(place, machine))
+    for name, why in packages.folders():
+        if isinstance(why, str):
+            remedy = f"its author runs `triax tune … --into src/…/{packages.FOLDER}`"
+            yield Finding(f"package {name}", "warn", why, remedy)
     if isinstance(machine.triton, str):
         yield _tritons_folder(machine)
 

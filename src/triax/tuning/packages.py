@@ -19,9 +19,9 @@ FOLDER = "triax_records"
 
 
 @functools.cache  # the metadata of all installed packages is slow to read
-def folders() -> tuple[tuple[str, Path], ...]:
-    """The entry points' names and folders, sorted; an entry point without a folder is logged."""
-    places = []
+def folders() -> tuple[tuple[str, Path | str], ...]:
+    """The entry points' names and folders, sorted; or why there is no folder, which is logged."""
+    places: list[tuple[str, Path | str]] = []
     try:
         points = sorted(
             importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)
@@ -33,8 +33,9 @@ def folders() -> tuple[tuple[str, Path], ...]:
         try:
             places.append((point.name, _folder(point.value)))
         except Exception as error:  # finding a package may run its own import hook
-            text = "tuned configs of package %r are ignored: its entry point of group %s is %r, %s"
-            logger.warning(text, point.name, GROUP, point.value, error)
+            why = f"its entry point of group {GROUP} is {point.value!r}, {error}"
+            logger.warning("tuned configs of package %r are ignored: %s", point.name, why)
+            places.append((point.name, why))
     return tuple(places)
 
 

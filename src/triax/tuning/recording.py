@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.messages import shown
 from triax.tuning import policy
@@ -64,11 +65,12 @@ class Records:
             )
         place = Store(Path(folder), "saved")
         if not self:
-            logger.warning(
-                "nothing is saved in %s: no call got a config that was measured. Programs that "
-                "were compiled before the block of `record` are not lowered again in it.",
-                place.folder,
-            )
+            running_on = jax_private.default_platform()
+            why = "Programs compiled before the block of `record` are not lowered again in it."
+            if running_on not in ("gpu", "cuda", None):
+                why = f"This process runs on {running_on}, and configs are measured on a GPU."
+            text = "nothing is saved in %s: no call got a config that was measured. %s"
+            logger.warning(text, place.folder, why)
         return [place.put(record) for record in self]
 
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 HOW_TO_TUNE = (
     "`triax tune FILE:FUNCTION` or `triax tune package.module:FUNCTION` (a function without "
-    "arguments that calls it)"
+    "arguments that calls it; with `--into …/triax_records` if a package ships its configs)"
 )
 CompileAll = Callable[..., list[CompiledKernel | Exception]]
 """`compiling.compiler.compile_all`, which this package may not import."""

@@ -60,8 +60,8 @@ class Record:
     @classmethod
     def now(cls, key: Key, config: str, timings: Sequence[Timing], inputs: str) -> Record:
         """A record with today's date and the installed versions."""
-        names = ("jax", "jaxlib", "triax", "triton")
-        installed = {name: versions.installed(name) or "" for name in names}
+        installed = {name: versions.installed(name) or "" for name in ("jax", "jaxlib", "triton")}
+        installed["triax"] = versions.__version__  # which may be imported from a checkout
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return cls(key, config, tuple(timings), inputs, date, installed)
 
@@ -223,7 +223,8 @@ def _in_order() -> Iterator[Store]:
     for path in settings.cache_path():
         yield Store(path, f"store {path}")
     for name, path in packages.folders():
-        yield Store(path, f"package {name}", in_package=True)
+        if isinstance(path, Path):
+            yield Store(path, f"package {name}", in_package=True)
 
 
 def known(kernel: str | None = None) -> Iterator[tuple[Record, str]]:
