@@ -4,24 +4,36 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
+import numpy as np
 import pytest
 import triton
 
 import triax
 from tests.examples.test_moe_layer import EXAMPLES
+from tests.interrupts import run_program
 from tests.tuning.conftest import replace_measurer
 from triax.devices import Device
 from triax.tuning import policy, store
 
 TEMPLATE, NAME = EXAMPLES / "package", "triax_example_norms"
 GPU = "NVIDIA H200"
-SHAPES = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 2048), (2048,))]
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+sys.path.insert(0, sys.argv[1])
+import jax, jax.numpy as jnp
+from triax_example_norms import rms_norm
+x = jnp.arange(6.0).reshape(2, 3)
+out, pull = jax.vjp(rms_norm, x, jnp.ones(3))
+print(jnp.sum(out * out, -1), pull(out)[1])
+"""
 
 EXPLAIN = """
 import json, jax, triax
@@ -61,8 +73,7 @@ def write_records(package: Path, monkeypatch) -> None:
     monkeypatch.setattr("triax.devices.for_tuning", lambda *_: Device(0, GPU))
     replace_measurer(monkeypatch).times = lambda label: 1.0 - ("num_warps=8" in label)
     with own_modules(), triax.record() as records:
-        rms_norm = importlib.import_module(NAME).rms_norm
-        triax.explain(lambda x, weight: jax.vjp(rms_norm, x, weight)[1](x), *SHAPES)
+        triax.explain(importlib.import_module(f"{NAME}.tuning").main)
     records.save(package / "src" / NAME / "triax_records")
 
 
@@ -88,6 +99,45 @@ def test_an_installed_wheel_brings_its_configs(tmp_path, monkeypatch):
         ["rms_norm_fwd_kernel", f"package {NAME}", config],
         ["rms_norm_bwd_kernel", f"package {NAME}", config],
     ]
+
+
+def test_without_triton_it_is_plain_jax():
+    done = run_program(WITHOUT_TRITON, TEMPLATE / "src")
+    assert done.returncode == 0, done.stderr
+    # Rows of 3 whose mean square is 1: [0, 1, 2] and [3, 4, 5], divided by the roots of 5/3, 50/3.
+    vectors = re.findall(r"\[(.*?)\]", done.stdout)
+    sums, d_weight = (np.array(vector.split(), np.float32) for vector in vectors)
+    np.testing.assert_allclose(sums, 3, rtol=1e-5)
+    np.testing.assert_allclose(d_weight, [27 / 50, 3 / 5 + 48 / 50, 12 / 5 + 75 / 50], rtol=1e-5)
+
+
+@pytest.mark.slow("its tests are run in a process")
+@pytest.mark.cuda_plugin
+@pytest.mark.skipif(triton.__version__ == "3.6.0", reason="its configs are for this Triton")
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        ("*.json", "has no tuned configs: run the `triax tune …` of README.md on a GPU"),
+        ("", "One is known for Triton 3.6.0, this is"),
+    ],
+)
+def test_its_tests_fail_without_configs_for_this_triton(tmp_path, left_out, expected):
+    package = tmp_path / "package"
+    shutil.copytree(TEMPLATE, package, ignore=shutil.ignore_patterns("__pycache__", left_out))
+    source = package / "src"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_records.py"],
+        cwd=package,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(source), str(EXAMPLES.parent / "src")]),
+            "TRIAX_CACHE_PATH": str(source / NAME / "triax_records") if not left_out else "",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, expected in done.stdout) == (1, True), done.stdout
 
 
 @pytest.mark.slow("compiled for a GPU, to look at its code")

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import triton
 
 import triax
-from triax_example_norms.kernels import rms_norm_bwd_kernel, rms_norm_fwd_kernel
+
+# Triton is for Linux only, and a gigabyte: images for TPUs or CPUs may leave it out.
+if HAS_TRITON := importlib.util.find_spec("triton") is not None:
+    import triton
+
+    from triax_example_norms.kernels import rms_norm_bwd_kernel, rms_norm_fwd_kernel
 
 SHARES = 512  # programs of the backward pass; each has a row of d_weight to be summed
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
     """x / sqrt(mean(x², last dimension) + eps) * weight; sums are in float32.
+
+    Without Triton it is `rms_norm_reference`.
 
     Args:
       x: floating point [..., width].
@@ -33,7 +40,16 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
         raise ValueError(f"`weight` must be {x.shape[-1:]}, x's last size; got {weight.shape}.")
     if x.size == 0:
         return x
+    if not HAS_TRITON:
+        return rms_norm_reference(x, weight, eps)
     return _rms_norm(x.reshape(-1, x.shape[-1]), weight, float(eps)).reshape(x.shape)
+
+
+def rms_norm_reference(x: jax.Array, weight: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """`rms_norm` in plain JAX."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
