@@ -222,9 +222,9 @@ def _in_order() -> Iterator[Store]:
         yield user_store()
     for path in settings.cache_path():
         yield Store(path, f"store {path}")
-    for name, path in packages.folders():
-        if isinstance(path, Path):
-            yield Store(path, f"package {name}", in_package=True)
+    for name, folder in packages.folders():
+        if isinstance(folder, Path):
+            yield Store(folder, f"package {name}", in_package=True)
 
 
 def known(kernel: str | None = None) -> Iterator[tuple[Record, str]]:
