@@ -119,4 +119,6 @@ def _load_file(path: str) -> ModuleType:
 
 
 def _is_function_of(module: ModuleType, value: Any) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module.__name__
+    is_kernel = hasattr(value, "__getitem__")  # Triton's, which `kernel[grid]` launches
+    own = getattr(value, "__module__", None) == module.__name__
+    return callable(value) and own and not is_kernel
