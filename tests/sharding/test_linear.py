@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import monitoring
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from triax import moe
 from triax.moe.shared.ops import Op
-from triax.sharding import linear
+from triax.sharding import explicit, linear
 
 EVENTS: list[str] = []
 monitoring.register_event_duration_secs_listener(lambda event, *_, **__: EVENTS.append(event))
@@ -172,3 +173,11 @@ def test_residuals_that_move_beside_others_that_do_not():
     tangent = jnp.arange(8.0)[:, None] * X
     moved = jax.jvp(lambda a: product(a, 3 * X), (X,), (tangent,))[1]
     np.testing.assert_array_equal(moved, 3 * tangent[::-1])
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_an_array_is_gathered_where_its_type_is_not_sharded():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    array = jax.device_put(X, NamedSharding(mesh, PartitionSpec("a")))
+    whole = explicit.cast(array, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert jax.typeof(whole).sharding.spec == PartitionSpec(None, None)

@@ -430,7 +430,7 @@ NAMED: dict[str, functools.partial[Case]] = {
 # Tiles that take other ways through kernels.
 QUICK = (
     *("e4m3, columns", "e4m3, 32", "mxfp4", "nvfp4", "e2m1, 64 by 32"),
-    *("int4, 32", "int4, 64", "int4, powers"),
+    *("int8, columns", "int4, 32", "int4, 64", "int4, powers"),
 )
 SLOW = [
     *(n for n in NAMED if "tiles of" in n and not any(f"of {way}, " in n for way in QUICK)),
