@@ -439,10 +439,11 @@ def test_without_shardy():
     function, arrays = forward("unpermute")
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
-        specs = whole(arrays, rows=P("data"))
+        specs = whole(arrays, rows=P(None, "data"))
         _, actual = compiled(function, mesh_of("plain"), [arrays], [specs])
     finally:
         jax.config.update("jax_use_shardy_partitioner", True)
+    assert spec_of(actual["out"]) == P(None, "data")
     compare("out", actual["out"], jax.jit(function)(arrays)["out"])
 
 
