@@ -259,7 +259,7 @@ def test_what_jaxlib_is_told_of_parameters(monkeypatch):
 
 
 @pytest.mark.cuda_plugin
-def test_zeroed_bytes_reach_the_right_parameter():
+def test_zeroed_bytes_and_aliases_are_of_the_right_arrays():
     like = jax.ShapeDtypeStruct((50,), jnp.float32)
 
     def f(x, y):
@@ -278,6 +278,7 @@ def test_zeroed_bytes_reach_the_right_parameter():
     x = np.zeros(50, np.float32)
     call = cuda_call(f, x, x)
     assert call.zeroed_bytes[0] == (0, 0, 200, 200)
+    assert call.aliases == ((0, 1), (2, 2))  # results are last, first, updated
 
 
 @pytest.mark.cuda_plugin
