@@ -184,6 +184,8 @@ class TestMachineCode:
         (found,) = compiler.compile_all([launch], 90, machine_code=True)
         assert found.cubin.startswith(b"\x7fELF")
         assert found.name.encode() in found.cubin
+        (again,) = compiler.compile_all([launch], 90, machine_code=True)
+        assert again is found  # not assembled once more
         assert compiler.compile_launch(launch, 90).ptx == plain.ptx == found.ptx
         assert {path.stat().st_size for path in tmp_path.rglob("*.cubin")} == {0}
 
