@@ -40,6 +40,14 @@ w_down = jnp.ones((EXPERTS, WIDTH, HIDDEN))
 weights, experts = jnp.ones((TOKENS, TOP_K)), jnp.zeros((TOKENS, TOP_K), jnp.int32)
 
 
+def variable(array):
+    """A stand-in for a user's kind of `nnx.Param`: its type's module, the array's attributes."""
+    param = type("Param", (), {"__module__": "flax.nnx.variablelib"})
+    of_user = type("OfUser", (param,), {"__module__": __name__})()
+    vars(of_user).update(shape=array.shape, dtype=array.dtype, ndim=array.ndim)
+    return of_user
+
+
 def add(*operands, **changes):
     arguments = {"n": 100, "BLOCK": 64, "kernel": kernels.add_kernel, "out_type": OUT, "grid": 2}
     return triax.triton_call(*(operands or (X, X)), **arguments | changes)
@@ -310,7 +318,7 @@ MISTAKES = [
         "logits of another number of experts",
         lambda: layer(logits=jnp.ones((TOKENS, 5))),
         of_value,
-        r"`experts.w_down` must have shape \(5, 16, 8\) to go with `x` and the logits; got \(4, ",
+        r"`logits` must have shape \(6, 4\) to go with the .* `experts`; got \(6, 5\)\.$",
     ),
     Mistake(
         "the weights in the other order",
@@ -451,7 +459,8 @@ MISTAKES = [
             lambda *args: layer(x=args[0], logits=args[1], axis_name="d"), x, logits
         ),
         of_value,
-        r"`logits` must have shape \(3, 8\).*has 4 on each of 2 devices.*got \(3, 4\)",
+        r"`logits` must have shape \(3, 8\).*has 4 on each of 2 devices.*got \(3, 4\)\. If the "
+        r"logits are right, shard `experts` over 'd', or let `axis_name` name just the axes that",
     ),
     Mistake(
         "no axis, where experts are cut",
@@ -459,8 +468,36 @@ MISTAKES = [
             lambda *args: flat.layer(*args, top_k=2).tokens, x, logits, w_gate_up, w_down
         ),
         of_value,
-        r"`experts\.w_down` must have shape \(4, 16, 8\).*; got \(2, 16, 8\)\. If each device has "
-        r"a part of the experts, pass `axis_name`",
+        r"`logits` must have shape \(3, 2\).*; got \(3, 4\)\. If each device has a part of the "
+        r"experts, pass `axis_name`",
+    ),
+    # Variables of Flax NNX in place of arrays
+    Mistake(
+        "experts whose arrays are variables",
+        lambda: layer(w_gate_up=variable(w_gate_up)),
+        of_type,
+        r"`experts\.w_gate_up` must be an array.*got float32\[4,8,32\] of type OfUser\. Use "
+        r"`nnx\.as_pure\(experts\)`\.$",
+    ),
+    Mistake(
+        "a variable of experts",
+        lambda: moe.feed_forward(x, logits, variable(w_down), moe.Router(TOP_K)),
+        of_type,
+        r"`experts` must be moe\.Experts.*\. Use `nnx\.as_pure\(experts\)`\.$",
+    ),
+    Mistake(
+        "a variable of logits",
+        lambda: layer(logits=variable(logits)),
+        of_type,
+        r"`logits_or_routing` must be an array.*\. Use `nnx\.as_pure\(logits\)`\.$",
+    ),
+    Mistake(
+        "quantized experts whose arrays are variables",
+        lambda: layer(
+            w_down=jax.tree.map(variable, moe.quantize(w_down, block=(1, None, 1))),
+        ),
+        of_type,
+        r"`experts\.w_down` must have an array as its `values`.* Use `nnx\.as_pure\(experts\)`\.$",
     ),
     # Its pieces
     Mistake(

@@ -45,6 +45,13 @@ def shown(value: Any) -> str:
     return f"{traced}{short(value)} of type {type_name}"
 
 
+def remedy(argument: str, value: object, otherwise: str) -> str:
+    """What to do with a value that is no array; for what is no variable of flax.nnx `otherwise`."""
+    if any(base.__module__.startswith("flax.nnx") for base in type(value).__mro__):
+        return f"Use `nnx.as_pure({argument.partition('.')[0]})`."
+    return otherwise
+
+
 def fields(value: Any) -> str:
     """The `repr` of a dataclass that may hold arrays: each field as `short` shows it."""
     shown = (f"{f.name}={short(getattr(value, f.name))}" for f in dataclasses.fields(value))

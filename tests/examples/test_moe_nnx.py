@@ -10,6 +10,7 @@ import pytest
 
 from tests.examples.test_moe_layer import assert_is_in_the_gallery, load
 from triax import moe
+from triax.errors import ArgumentTypeError
 
 pytestmark = [
     pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
@@ -40,6 +41,19 @@ def test_a_state_that_is_not_resumed_has_other_bits(example, tmp_path, monkeypat
 
     monkeypatch.setattr(example, "resume", forgetful)
     assert not example.main(tmp_path)[1]
+
+
+def test_variables_are_refused_with_what_unwraps_them(example):
+    """With the stand-ins of `tests/test_mistakes.py`; here they are Flax's own."""
+    nnx, x, router = example.nnx, jnp.ones((4, 8)), moe.Router(2)
+    experts = moe.Experts(jnp.ones((4, 8, 32)), jnp.ones((4, 16, 8)))
+    logits = jnp.arange(16.0).reshape(4, 4)
+    expected = moe.feed_forward(x, logits, experts, router).tokens
+    for variables in jax.tree.map(nnx.Param, experts), nnx.Param(experts):
+        with pytest.raises(ArgumentTypeError, match=r"Use `nnx\.as_pure\(experts\)`\.$"):
+            moe.feed_forward(x, logits, variables, router)
+        found = moe.feed_forward(x, logits, nnx.as_pure(variables), router).tokens
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_step_is_that_of_one_device(monkeypatch):

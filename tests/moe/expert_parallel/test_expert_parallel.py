@@ -230,7 +230,7 @@ def test_rows_are_sorted_by_expert_then_device_then_token(options):
 
 @pytest.mark.sampled(1, 1)
 @every_way
-@pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"capacity": 0}])
+@pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"num_rows": 0}])
 def test_what_does_not_fit_is_dropped_and_counted(options, limits):
     mesh = local_mesh()
     count = 4 * TOKENS
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_dropped_and_counted(options, limits):
     kept = np.sum(out.plan[:, 0])  # every row that was made adds one to its token
     assert kept == out.weights.sum() == out.group_sizes.sum() < experts.size
     assert out.num_dropped.tolist() == [experts.size - kept] * 4  # each device has the sum
-    if limits == {"capacity": 0}:
+    if limits == {"num_rows": 0}:
         assert kept == 0
     if limits == {"num_rows": 16}:
         assert out.rows.shape == (4 * 16, 8)
@@ -597,6 +597,7 @@ def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
         ({"capacity": -1}, ArgumentValueError, "`capacity`"),
         ({"num_rows": 7.5}, ArgumentTypeError, "`num_rows`"),
         ({"num_rows": -3}, ArgumentValueError, "`num_rows`"),
+        ({"capacity": 0}, ArgumentValueError, "`capacity` must be at least 1"),
         (
             {"scales": np.ones((4, 3))},
             ArgumentValueError,

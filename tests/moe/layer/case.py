@@ -39,7 +39,7 @@ def draw_feed_forward(rng: Rng, path: str) -> Case:
     tokens = int(rng.integers(1, 12 if small else 70))
     hidden, width = (one_of(rng, (8, 16, 24) if small else draws.SMALL_WIDTHS) for _ in range(2))
     kind = one_of(rng, (*ACTIVATIONS, *FUNCTIONS))
-    capacity = int(rng.integers(0, tokens * slots + 1)) if rng.random() < 0.3 else None
+    capacity = int(rng.integers(1, tokens * slots + 1)) if rng.random() < 0.3 else None
     chances = (0.4, 0.4, 0.5, 0.3, 0.3)
     transposed, biased, by_logits, scaled, kept = (rng.random(5) < chances).tolist()
     layout = one_of(rng, ("halves", "interleaved", "two")) if kind.gated else "halves"
@@ -382,7 +382,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "no tokens": {"sizes": (0, 16, 24), "router": _SOFTMAX},
     "all experts": {"router": routing.Spec(5, 5), "dtype": "bfloat16"},
     "one of many experts": {"router": routing.Spec(24, 1, normalize=True)},
-    "no room": {"router": _SOFTMAX, "capacity": 0},
+    "room for one": {"router": _SOFTMAX, "capacity": 1},
     "a capacity": {"router": _SOFTMAX, "capacity": 3, "dtype": "bfloat16", "biased": True},
     "two arrays": {
         "router": _SOFTMAX,

@@ -473,7 +473,7 @@ def routing(shape, of_experts=None):
         ),
         ({"axis_name": "experts"}, of_value, "`axis_name` must name a mesh axis of the"),
         ({"top_k": 6}, of_value, r"`router\.top_k` must be at most the 5 experts"),
-        ({"capacity": -1}, of_value, "`capacity` must be at least 0"),
+        ({"capacity": 0}, of_value, "`capacity` must be at least 1"),
         ({"implementation": "cuda"}, of_value, "`implementation` must be one of"),
         ({"score": "tanh"}, of_value, "`score` must be one of"),
         ({"scores": "softmax"}, TypeError, r"^feed_forward\(\) got an unexpected.* 'scores'"),

@@ -264,7 +264,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "too few rows": {"sizes": Sizes(40, 2, 5, align=16, num_rows=48), "width": 16},
     "too few rows, no pad rows": {"sizes": Sizes(30, 1, 8, num_rows=20), "width": 33},
     "no width": {"sizes": Sizes(4, 2, 3, align=8), "width": 0},
-    "no capacity": {"sizes": Sizes(9, 2, 3, align=4, capacity=0), "width": 5},
+    "no rows": {"sizes": Sizes(9, 2, 3, align=4, num_rows=0), "width": 5},
     "more experts than are summed at once": {"sizes": Sizes(10, 3, 270, align=4), "width": 2},
     "a wide map": {"sizes": Sizes(3, 17, 9, align=4), "width": 67},
     "a wide map, few rows": {"sizes": Sizes(5, 40, 64, num_rows=32), "width": 3},

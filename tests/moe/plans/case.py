@@ -120,7 +120,7 @@ def draw_sizes(rng: Rng, path: str, distinct: bool = False) -> Sizes:
     sizes = Sizes(tokens, slots, experts, align)
     if rng.random() < 0.4:
         most = max(2, 3 * tokens * slots // experts)
-        sizes = sizes._replace(capacity=int(rng.integers(0, most)))
+        sizes = sizes._replace(capacity=int(rng.integers(1, most)))
     if rng.random() < 0.4:
         sizes = sizes._replace(num_rows=int(rng.integers(0, sizes.rows // align + 1)) * align)
     return sizes
@@ -202,7 +202,7 @@ _SIZES = {
     "one slot": Sizes(100, 1, 5, capacity=3),
     "no slots": Sizes(4, 0, 3),
     "more rows than pairs": Sizes(17, 4, 5, align=4, capacity=8, num_rows=4000),
-    "no capacity": Sizes(17, 4, 5, capacity=0),
+    "one pair each": Sizes(17, 4, 5, capacity=1),
     "no rows": Sizes(9, 4, 5, align=2, num_rows=0),
     **{  # groups that would end past 2**31 are cut off where the rows end
         f"aligned to {align}": Sizes(40, 2, 128, align=align, num_rows=align)

@@ -46,10 +46,10 @@ REFUSED = {
         "`num_experts` must be a Python int, because array shapes depend on it; got",
     ),
     "bool capacity": ({"capacity": True}, ArgumentTypeError, "`capacity` must be a Python int"),
-    "negative capacity": (
-        {"capacity": -1},
+    "no capacity": (
+        {"capacity": 0},
         ArgumentValueError,
-        "`capacity` must be at least 0 and at most 2**31 - 1; got -1",
+        "`capacity` must be at least 1 and at most 2**31 - 1; got 0",
     ),
     "alignment": ({"align_size": 0}, ArgumentValueError, "`align_size` must be at least 1"),
     "unaligned rows": (

@@ -88,10 +88,10 @@ def dispatch(
       experts: integer [tokens, top_k], of all `num_experts`; ids out of range mean "not routed".
       num_experts: the number of experts on all devices, a multiple of the axis' size.
       axis_name: the mesh axis, or a tuple of axes.
-      capacity: the most tokens that a device sends to any one device; None for no limit. The first
-        `capacity` tokens are sent there, the others are not. Exchange "padded" moves room for
-        `capacity` tokens. In scheme "choice" it is instead the most pairs of token and expert that
-        a device sends to any one expert.
+      capacity: at least 1: the most tokens that a device sends to any one device; None for no
+        limit. The first `capacity` tokens are sent there, the others are not. Exchange "padded"
+        moves room for `capacity` tokens. In scheme "choice" it is instead the most pairs of token
+        and expert that a device sends to any one expert.
       num_rows: the number of rows on each device; pairs that do not fit are dropped. None for
         enough rows in the worst case, in which all tokens choose experts of one device:
         ``D * capacity * top_k``, where D is the number of the axis' devices, and `capacity` is
@@ -138,7 +138,7 @@ def dispatch(
         scale_dtype = scales.dtype
         scales = as_known_words(scales)
     if capacity is not None:
-        capacity = arguments.integer("capacity", capacity, 0)
+        capacity = arguments.integer("capacity", capacity, 1)
     if num_rows is not None:
         num_rows = arguments.integer("num_rows", num_rows, 0)
     choices.check(scheme, exchange)

@@ -13,7 +13,7 @@ from triax import messages
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError
 from triax.moe.layer import parts, recipes
-from triax.moe.layer.experts import NOT_8_BITS, Experts, check_sizes, checked
+from triax.moe.layer.experts import NOT_8_BITS, Experts, check_hidden, checked
 from triax.moe.layer.parts import FeedForward, LayerOptions
 from triax.moe.layer.products import Products
 from triax.moe.layer.recipes import Recipe, Scaling
@@ -74,9 +74,11 @@ def feed_forward(
       experts: the weights, in the dtype of `x`, their biases and activation.
       router: how logits choose and weigh experts.
       bias, expert_scale: floats [experts], as in `route`.
-      capacity: the most pairs of token and expert that an expert takes, first come first served;
-        None for no limit. A dropped pair adds nothing to its token. A capacity also bounds rows.
-        With `axis_name` it is the capacity of `dispatch`: the most tokens between two devices.
+      capacity: at least 1: the most pairs of token and expert that an expert takes, first come
+        first served; None for no limit. A dropped pair adds nothing to its token. A capacity also
+        bounds rows. Inside `jax.shard_map` it counts the tokens of one device, and with `axis_name`
+        it is the capacity of `dispatch`: the most tokens that one device sends to another.
+        docs/expert-parallel.md has a table of both under "Sizes".
       axis_name: for calls inside `jax.shard_map`: the mesh axis, or axes, over which the arrays of
         `experts` are sharded. Tokens go to their experts and back by `dispatch` and `combine`;
         logits, `bias` and `expert_scale` cover all experts.
@@ -108,20 +110,21 @@ def feed_forward(
     if recipe is not None:
         recipe = recipes.resolve(recipe, x)
     experts = checked(experts, x, recipe)
-    num_experts = experts.w_down.shape[0]
+    num_devices = 1
     if axis_name is not None:
         axis_name, num_devices = arguments.mesh_axis(axis_name, "feed_forward")
     if capacity is not None:
-        capacity = arguments.integer("capacity", capacity, 0)
+        capacity = arguments.integer("capacity", capacity, 1)
     floats = {"x": x}
     if isinstance(choice, Routing):
         of_logits = {"router": router, "bias": bias, "expert_scale": expert_scale}
         routing = _checked_routing(choice, num_tokens, of_logits)
         floats["routing.weights"] = routing.weights
     elif not jax_private.is_array(choice):
+        wrap = "Wrap your own choice: `moe.Routing(weights, experts)`."
         raise ArgumentTypeError(
             "Argument `logits_or_routing` must be an array of logits, or a Routing; got "
-            f"{messages.shown(choice)}. Wrap your own choice: `moe.Routing(weights, experts)`."
+            f"{messages.shown(choice)}. {messages.remedy('logits', choice, wrap)}"
         )
     elif router is None:
         raise ArgumentTypeError(
@@ -130,23 +133,29 @@ def feed_forward(
         )
     else:
         logits = check_logits(choice)
-        beside, of_all = "the tokens of `x`", logits.shape[1]
-        if axis_name is None:  # on a mismatch `check_sizes` reports the weights
-            num_experts = of_all
-        else:
-            of_all = num_experts * num_devices
+        num_experts = experts.w_down.shape[0]
+        of_all = num_experts * num_devices
+        beside, remedy = "the tokens of `x` and `experts`", ""
+        if axis_name is not None:
             beside += (
-                f" and `experts`, which has {num_experts} on each of {num_devices} devices (each "
-                "gets its own experts' weights, and the logits of all experts)"
+                f", which has {num_experts} on each of {num_devices} devices (each gets its own "
+                "experts' weights, and the logits of all experts)"
             )
-        arguments.check_shape("logits", logits.shape, (num_tokens, of_all), beside)
+        if logits.shape[1] != of_all and logits.shape[1] % max(num_experts, 1) == 0:
+            remedy = " If each device has a part of the experts, pass `axis_name`."
+            if axis_name is not None:
+                remedy = (
+                    f" If the logits are right, shard `experts` over {axis_name!r}, or let "
+                    "`axis_name` name just the axes that shard them."
+                )
+        arguments.check_shape("logits", logits.shape, (num_tokens, of_all), beside, remedy)
         spec = spec_of(router, of_all)
         bias = check_of_experts("bias", bias, of_all)
         expert_scale = check_of_experts("expert_scale", expert_scale, of_all)
         implementations.check(implementation, logits=logits, bias=bias)
         how: dict[str, Any] = {"expert_scale": expert_scale, "implementation": implementation}
         routing = choose_and_scale(logits, bias, router, spec, **how)
-    check_sizes(experts, num_experts, hidden, "`x`" if router is None else "`x` and the logits")
+    check_hidden(experts, hidden)
     arguments.check_pairs(routing.experts.shape)
     for name in ("b_gate_up", "b_down"):
         for path, array in jax.tree_util.tree_leaves_with_path(getattr(experts, name)):

@@ -291,9 +291,10 @@ def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:
       ArgumentValueError: shapes do not match, or the weights were quantized for another recipe.
     """
     if not isinstance(experts, Experts):
+        make = "Make one: `moe.Experts(w_gate_up, w_down)`."
         raise ArgumentTypeError(
             "Argument `experts` must be moe.Experts, the weights and their layout; got "
-            f"{messages.shown(experts)}. Make one: `moe.Experts(w_gate_up, w_down)`."
+            f"{messages.shown(experts)}. {messages.remedy('experts', experts, make)}"
         )
     for name, (weights, _, in_8_bits) in _check(experts, "experts.", recipe is not None):
         if isinstance(weights, ScaledArray):
@@ -315,19 +316,16 @@ def checked(experts: Any, x: jax.Array, recipe: Recipe | None) -> Experts:
     return jax.tree.map(arguments.as_jax, experts)
 
 
-def check_sizes(experts: Experts, num_experts: int, hidden: int, of: str) -> None:
-    """Raises unless `experts` has `num_experts` experts, for tokens of size `hidden`."""
-    of_experts, *sizes = experts.w_down.shape
+def check_hidden(experts: Experts, hidden: int) -> None:
+    """Raises unless `experts` are for tokens of size `hidden`."""
+    num_experts, *sizes = experts.w_down.shape
     width, found = sizes[::-1] if experts.transposed else sizes
     remedy = ""
     if found != hidden == width:
         width, remedy = found, _other_layout(experts)
-    elif found == hidden and 0 < of_experts < num_experts and num_experts % of_experts == 0:
-        remedy = " If each device has a part of the experts, pass `axis_name`."
     wanted = (hidden, width) if experts.transposed else (width, hidden)
-    arguments.check_shape(
-        "experts.w_down", experts.w_down.shape, (num_experts, *wanted), of, remedy
-    )
+    shape = (num_experts, *wanted)
+    arguments.check_shape("experts.w_down", experts.w_down.shape, shape, "`x`", remedy)
 
 
 def _check(experts: Experts, of: str = "", quantizes: bool = False) -> list[tuple[str, Matrix]]:

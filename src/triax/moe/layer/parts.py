@@ -42,7 +42,7 @@ class FeedForward(NamedTuple):
       tokens: [tokens, hidden], in the dtype of `x`.
       group_counts: int32 [experts], the pairs routed to each expert, dropped pairs included, as
         `load_balancing_loss` expects; with `axis_name` summed over its devices.
-      num_dropped: int32 [], the pairs that a `capacity` dropped, of the same tokens.
+      num_dropped: int32 [], how many of the pairs in `group_counts` a `capacity` dropped.
       routing: the weights and experts of each token, as `route` returns them.
     """
 

@@ -42,7 +42,7 @@ def make_plan(
     Args:
       selected_experts: integer [tokens, top_k].
       num_experts: at least 1.
-      capacity: the most pairs an expert keeps; None for no limit.
+      capacity: at least 1: the most pairs an expert keeps; None for no limit.
       num_rows: a multiple of `align_size`; by default enough for the worst case,
         ``(tokens * top_k + num_experts * (align_size - 1)) // align_size * align_size``.
       align_size: each group's size is a multiple of this: 8, 16 or 128 for most matmuls.
@@ -115,7 +115,7 @@ def _check_sizes(
     arguments.check_pairs(shape)
     align_size = arguments.integer("align_size", align_size, 1)
     if capacity is not None:
-        capacity = arguments.integer("capacity", capacity, 0)
+        capacity = arguments.integer("capacity", capacity, 1)
     if num_rows is not None:
         num_rows = arguments.integer("num_rows", num_rows, 0)
         if num_rows % align_size:

@@ -502,7 +502,8 @@ def check(name: str, scaled: Any) -> None:
         if not jax_private.is_array(value) and not (part in _OPTIONAL and value is None):
             raise ArgumentTypeError(
                 f"Argument `{name}` must have an array as its `{part}`; got "
-                f"{messages.shown(value)}. Make one with `moe.quantize`."
+                f"{messages.shown(value)}. "
+                f"{messages.remedy(name, value, 'Make one with `moe.quantize`.')}"
             )
     try:
         _checked(scaled)

@@ -41,7 +41,7 @@ def array(
     `of`. Without `convert` an array of NumPy stays one.
     """
     if not (isinstance(value, jax.Array) or jax_private.is_array(value)):
-        instead = "Use jnp.asarray."
+        instead = messages.remedy(name, value, "Use jnp.asarray.")
         if hasattr(value, name):
             instead = f"Use its `{name}`."
         elif hasattr(value, "dequantize"):
