@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 
 import jax
@@ -51,31 +52,45 @@ def value_and_gradients(function, args, **options):
     return out, gradients
 
 
-@pytest.mark.parametrize("way", ["plain", "typed tokens", "axis_name"])
+@pytest.mark.parametrize("way", ["plain", "typed tokens", "axis_name", "axis_name, one of two"])
 def test_pairs_are_kept_or_counted_in_all_modes_alike(way):
     """The sum over all devices: with ones everywhere a pair that is kept adds 1 to its token."""
     chosen = np.random.default_rng(0).integers(0, 3, (16, 2)) % 4  # expert 3 gets none
     ones = lambda *shape: jnp.ones(shape, jnp.float32)
     experts = moe.Experts(ones(4, 1, 1), ones(4, 1, 1), activation="relu2")
-    axis_name = "t" if way == "axis_name" else None
+    axis_name = "t" if way.startswith("axis_name") else None
+
+    of_two = way.endswith("of two")
+    cast = jax.sharding.reshard if of_two else lambda array, _: array
 
     def run(x, chosen, experts):
-        routing = moe.Routing(ones(*chosen.shape), chosen)
+        x, chosen = cast(x, P("rest")), cast(chosen, P("rest"))
+        routing = moe.Routing(jnp.ones_like(chosen, x.dtype), chosen)
         out = moe.feed_forward(x, routing, experts, capacity=2, axis_name=axis_name)
-        return out.tokens, out.num_dropped, out.group_counts
+        return cast(out.tokens, P()), out.num_dropped, out.group_counts
 
     args = ones(16, 1), jnp.asarray(chosen), experts
     if way != "plain":
         kind = AxisType.Auto if way == "axis_name" else AxisType.Explicit
-        mesh = jax.make_mesh((4,), ("t",), (kind,), devices=jax.devices()[:4])
-        args = *jax.device_put(args[:2], NamedSharding(mesh, P("t"))), experts
-    if way == "axis_name":
-        run = jax.shard_map(run, mesh=mesh, in_specs=P("t"), out_specs=(P("t"), P(), P()))
-    tokens, dropped, counts = jax.jit(run)(*args)
+        shape, axes = ((4, 2), ("t", "rest")) if of_two else ((4,), ("t",))
+        devices = jax.devices()[: math.prod(shape)]
+        mesh = jax.make_mesh(shape, axes, len(axes) * (kind,), devices=devices)
+        specs = P("t"), P("t"), P("t") if axis_name else P()
+        args = jax.device_put(args, tuple(NamedSharding(mesh, spec) for spec in specs))
+        # Counts need no `psum` over an axis that `shard_map` leaves to JAX.
+        if axis_name:
+            cut = {"in_specs": P("t"), "out_specs": (P("t"), P(), P()), "axis_names": {"t"}}
+            run = jax.shard_map(run, mesh=mesh, **cut)
+    with jax.set_mesh(mesh) if of_two else contextlib.nullcontext():
+        tokens, dropped, counts = jax.jit(run)(*args)
     np.testing.assert_array_equal(counts, np.bincount(chosen.ravel(), minlength=4))
     assert 0 < dropped == chosen.size - np.sum(np.asarray(tokens))
-    if way != "axis_name":  # two pairs of each expert that has any, whoever has the tokens
+    if axis_name is None:  # two pairs of each expert that has any, whoever has the tokens
         assert dropped == chosen.size - 3 * 2
+    else:  # two tokens from each place on the axis to each expert's
+        pairs = np.sum(chosen.reshape(4, 4, 2, 1) == np.arange(4), axis=2)
+        beyond = np.cumsum(pairs > 0, axis=1) > 2
+        assert dropped == np.sum(pairs * beyond)
 
 
 @pytest.mark.parametrize("tokens_too", [True, False])

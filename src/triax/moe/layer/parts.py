@@ -138,8 +138,8 @@ def _spread(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -
 
     out = _experts(options, experts, arrived, sent.group_sizes)
     tokens = combined(out, sent.plan, None, **path)
-    chosen = routing.experts.reshape(-1, 1) == jnp.arange(num_experts, dtype=jnp.int32)[None]
-    counts = jax.lax.psum(jnp.sum(chosen, axis=0, dtype=jnp.int32), axis)
+    chosen = routing.experts[..., None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
+    counts = jax.lax.psum(jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32), axis)
     return FeedForward(tokens, counts, sent.num_dropped, routing)
 
 
