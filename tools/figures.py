@@ -316,6 +316,19 @@ def decode_rivals() -> str:
     return table(head, [[*which, *cells.values()] for which, cells in rows.items()])
 
 
+def decode_nvfp4() -> str:
+    """The time with int4 in groups of 32 over NVFP4's, which reads as many bytes, by tokens."""
+    results = record("decode_nvfp4")["results"]
+    rows: dict[str, list[str]] = {}
+    for name, found in results.items():
+        model, weights, tokens = name.split(", ")
+        if weights == "NVFP4":
+            other = results[f"{model}, int4-32, {tokens}"]["Triax"]["us"]
+            rows.setdefault(model, []).append(f"{other / found['Triax']['us']:.2f}")
+    head = ["", "1 token", "8 tokens", "32 tokens"]
+    return table(head, [[model, *cells] for model, cells in rows.items()])
+
+
 def serve() -> str:
     """What `examples/serving/serve.py` printed on a GPU: means of its runs, without the weights."""
     runs = record("serve")["runs"]
@@ -688,8 +701,8 @@ def front() -> str:
     return (
         f"- **{_layer_rates('triax')} TFLOP/s** for a whole MoE layer, forward and backward, in "
         f"the shapes of five models; {theirs}.\n"
-        f"- **{before / after:.1f} times as fast** in MaxText as its own `ragged_dot`: {after:.1f} ms "
-        f"instead of {before:.1f} for the MoE block of Mixtral 8x7B, 8,192 tokens, forward and "
+        f"- **{before / after:.1f} times as fast** in MaxText as its own `ragged_dot`: {after:.1f} "
+        f"ms instead of {before:.1f} for the MoE block of Mixtral 8x7B, 8,192 tokens, forward and "
         f"backward.\n\nBoth on one {device}, in bfloat16.\n"
     )
 
@@ -789,7 +802,7 @@ def mutants() -> str:
 
 # Records whose date and GPU stand below a table.
 PLACES = "layer matmuls router eight_bits learning quantize group_offset gpt_oss stress flags scans"
-PLACES += " numerics layer_memory float32 start serve gallery adopting decode_rivals"
+PLACES += " numerics layer_memory float32 start serve gallery adopting decode_rivals decode_nvfp4"
 
 TABLES: dict[str, Callable[[], str]] = {
     **{name: functools.partial(of_rows, name) for name in ROWS},
@@ -833,6 +846,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},
     "decode": decode,
     "decode_rivals": decode_rivals,
+    "decode_nvfp4": decode_nvfp4,
     "serve": serve,
     "against": against,
     "single_ops": single_ops,
