@@ -196,11 +196,14 @@ MISTAKES = [
         of_type,
         r"`has_side_effect` must be a bool; got 'no'",
     ),
-    Mistake(
-        "integers that 32 bits cannot hold",
-        lambda: add(np.full(100, 2**40), X),
-        of_value,
-        r"`x_ptr` has values that int32 cannot hold.*disabled int64.*jax_enable_x64",
+    *(
+        Mistake(
+            f"integers that {kind}32 cannot hold",
+            lambda kind=kind: add(np.full(100, 2**40, f"{kind}64"), X),
+            of_value,
+            rf"`x_ptr` has values that {kind}32 cannot hold.*disabled {kind}64.*jax_enable_x64",
+        )
+        for kind in ("int", "uint")
     ),
     Mistake(
         "a meta-parameter as an attribute",

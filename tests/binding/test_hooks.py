@@ -81,7 +81,9 @@ def test_may_look_at_arrays():
 
     def hook(nargs):
         x = nargs["x_ptr"]
-        seen.append((x.numel(), x.size(), x.size(1), x.stride(), x.stride(0), x.element_size()))
+        seen.append(
+            (x.numel(), x.size(), x.size(0), x.size(1), x.stride(), x.stride(0), x.element_size())
+        )
         if any(hasattr(x, n) for n in ("base", "block_shape", "padding", "strides")):
             x.block_shape = [1, 1]
         if x.is_contiguous():
@@ -89,7 +91,7 @@ def test_may_look_at_arrays():
 
     actual = column_sums(jnp.asarray(X), hook, rows=(16,))
     testing.assert_close(actual, X.sum(axis=0, dtype=np.float64), terms=48)
-    assert seen[0] == (48 * 64, (48, 64), 64, (64, 1), 64, 4)
+    assert seen[0] == (48 * 64, (48, 64), 48, 64, (64, 1), 64, 4)
 
 
 def test_each_config_has_its_own_hook():

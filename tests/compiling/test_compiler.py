@@ -66,6 +66,12 @@ def test_every_specialisation_has_its_own_entry():
     assert len(set(entries)) == 4  # the first and the last are the same
 
 
+def test_every_architecture_has_code_of_its_own():
+    for capability in (80, 90):
+        (call,) = lower(lambda x, of=capability: copy(x, compute_capability=of), X)
+        assert f".target sm_{capability}" in call.ptx[0]
+
+
 def test_a_kernel_named_like_an_instruction():
     (call,) = lower(lambda x: copy(x, kernel=first.add), X)
     ptx = call.ptx[0]

@@ -18,9 +18,9 @@ def key_of(kernel, out_type=X, **how):
     configs = [triton.Config({"BLOCK": block}, num_warps=2) for block in (64, 128)]
     tuned = triton.autotune(configs, key=[])(kernel)
     (equation,) = jax.make_jaxpr(lambda x: blockwise(tuned, x, out_type=out_type, **how))(X).eqns
-    operand, result = (ArrayType(array.shape, array.dtype) for array in (X, out_type))
+    operands = tuple(ArrayType.of(value.aval) for value in equation.invars)
     call = equation.params["call"]
-    return make_key(call, call.launches((operand,), (result,)), 90, DEVICE)
+    return make_key(call, call.launches(operands, (ArrayType.of(out_type),)), 90, DEVICE)
 
 
 def test_it_has_the_dtypes_of_outputs_too():
@@ -37,3 +37,8 @@ def test_it_has_the_options_of_the_caller_beside_those_of_configs():
     key = key_of(copy_kernel, backend_options={"enable_fp_fusion": False})
     assert key.options == {"enable_fp_fusion": "False"}
     assert all("num_warps=2" in of for of in key.candidates)
+
+
+def test_memory_that_an_output_shares_counts_once():
+    own = key_of(copy_kernel, out_ptr=np.zeros_like(X), input_output_aliases={"out_ptr": 0})
+    assert own.moved_bytes == key_of(copy_kernel).moved_bytes == 2 * X.nbytes

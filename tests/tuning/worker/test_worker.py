@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -74,6 +76,11 @@ def test_each_has_its_time(driver):
     for grid, expected in ((1, 30), (2, 3), (3, 10)):
         assert expected <= found[grid] < 2 * expected + 5
     assert best(found) == 2
+
+
+def test_the_first_run_which_loads_the_code_does_not_count(driver):
+    log = driver()
+    assert run(make_job(1))[1].runs == log.read_text().count("launch 1") - 1
 
 
 @pytest.mark.slow("processes are the same on every Python")
@@ -181,6 +188,16 @@ def test_no_config_is_blamed_for_the_machine(driver, caplog, says, reason):
 def test_errors_about_the_machine_are_the_drivers():
     header = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
     assert {*header.read_text().split()} >= worker_driver._ABOUT_THE_MACHINE
+
+
+def test_a_descriptor_has_its_last_dimension_first():
+    cu = mock.MagicMock(cuuint32_t=int, cuuint64_t=int)
+    cu.cuTensorMapEncodeTiled = lambda *arguments: (0, arguments)
+    bench = types.SimpleNamespace(cu=cu, addresses=[4096])
+    sizes = {"shape": (5, 6, 64), "strides": (1024, 128, 1), "block_shape": (1, 2, 32)}
+    descriptor = messages.TensorMapParameter(0, 7, 2, 3, **sizes, nan_fill=False)
+    encoded = worker_driver.Bench.tensor_map(bench, descriptor)
+    assert encoded[1:6] == (3, 4096, [64, 6, 5], [256, 2048], [32, 2, 1])
 
 
 def test_a_worker_that_somebody_kills(driver):
