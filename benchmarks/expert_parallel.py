@@ -40,9 +40,8 @@ LAYER_EXPERTS = 64  # of the whole layer: what the GPUs can hold with gradients
 CALLS = 8
 WAYS = {
     "triax": {},
-    "tokens, padded": {"scheme": "token", "exchange": "padded"},
-    "tokens, ragged": {"scheme": "token", "exchange": "ragged"},
-    "choices": {"scheme": "choice"},
+    "padded": {"exchange": "padded"},
+    "ragged": {"exchange": "ragged"},
 }
 AXIS = "expert"
 
@@ -90,7 +89,7 @@ def layer(exchange, parts):
 
     def run(x, logits, w_gate_up, w_down):
         weights, experts = moe.route(logits, ROUTER)
-        how = {"num_rows": num_rows(len(x)), "scheme": "token", "exchange": exchange}
+        how = {"num_rows": num_rows(len(x)), "exchange": exchange}
         sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, **how)
         h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
         y = moe.ragged_dot(h, w_down, sent.group_sizes)
@@ -184,7 +183,7 @@ def measure():
     all_to_one = route(normal(7, count * TOKENS, EXPERTS // count, dtype="float32"))
     for way in ("padded", "ragged"):
         name = f"all tokens to one GPU, {way}"
-        function = by_triax(scheme="token", exchange=way)
+        function = by_triax(exchange=way)
         check(name, function, *all_to_one)
         both = with_gradients(function, fixed=1)
         forward_ms = time_ms(on_all(function), x, *all_to_one)

@@ -38,9 +38,9 @@ def permuted(x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
 def dispatched(x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same for the rows that arrive at each device."""
     weights = jnp.ones(experts.shape)
-    plain = moe.dispatch(x, weights, experts, EXPERTS, "expert", scheme="token")
+    plain = moe.dispatch(x, weights, experts, EXPERTS, "expert")
     x8 = moe.quantize(x, block=(1, BLOCK))
-    sent = moe.dispatch(x8, weights, experts, EXPERTS, "expert", scheme="token")
+    sent = moe.dispatch(x8, weights, experts, EXPERTS, "expert")
     return plain.rows, sent.rows.dequantize()
 
 

@@ -124,9 +124,7 @@ def test_layers_of_other_weights(path, name):
 
 @pytest.mark.sampled(2, 3)
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-@pytest.mark.parametrize(
-    "options", [{"capacity": 4}, {"exchange": "ragged"}, {"scheme": "choice"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"capacity": 4}, {"exchange": "ragged"}], ids=str)
 def test_the_exchange(path, options):
     def there_and_back(x, ids):
         sent = moe.dispatch(x, x[:, :2], ids, 4, "x", **options)

@@ -65,7 +65,7 @@ def test_ids_that_go_to_other_devices():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
 
     def send(ids, x, weights):
-        sent = moe.dispatch(x, weights, ids, EXPERTS, "x", scheme="token")
+        sent = moe.dispatch(x, weights, ids, EXPERTS, "x")
         return sent.rows, sent.weights, sent.group_sizes
 
     # The ids are no argument, as above.

@@ -50,20 +50,15 @@ def rounded(rows, dtype):
     return np.asarray(rows if dtype is None else there_and_back(rows, dtype), np.float64)
 
 
-def expected(x, weights, experts, by_token, dtype):
-    """What travels is a row for each device and token, or for each choice; None rounds nothing."""
+def expected(x, weights, experts, dtype):
+    """What travels is a row for each device and token; None rounds nothing."""
     out = np.zeros(x.shape)
     for device in range(DEVICES):
         factor, here = np.float32(3 + 2 * device), experts // 2 == device
         here &= experts >= 0
-        if by_token:
-            total = np.sum(np.where(here, weights, 0), axis=1, dtype=np.float64)
-            rows = (total[:, None] * np.asarray(x * factor, np.float64)).astype(x.dtype)
-            out += rounded(rows, dtype) * here.any(axis=1)[:, None]
-        else:
-            back = rounded((x * factor).astype(x.dtype), dtype)
-            for slot in range(TOP_K):
-                out += np.where(here[:, slot], weights[:, slot], 0)[:, None] * back
+        total = np.sum(np.where(here, weights, 0), axis=1, dtype=np.float64)
+        rows = (total[:, None] * np.asarray(x * factor, np.float64)).astype(x.dtype)
+        out += rounded(rows, dtype) * here.any(axis=1)[:, None]
     return out
 
 
@@ -73,7 +68,7 @@ def expected(x, weights, experts, by_token, dtype):
 def test_sums_of_rounded_rows(way, dtype):
     given = drawn()
     found = np.asarray(run(*given, way, exchange_dtype=dtype))
-    wanted, exact = (expected(*given, way["scheme"] == "token", kind) for kind in (dtype, None))
+    wanted, exact = (expected(*given, kind) for kind in (dtype, None))
     # A sum that another order puts on the other side of a middle is rounded to a neighbour.
     far = np.abs(found - wanted) > 1e-5 * np.abs(wanted).max()
     assert np.mean(far) < 0.002
@@ -102,11 +97,7 @@ def test_gradients_are_those_of_exact_rows(way, weighted):
 
     (d_x, d_weights), (wanted_x, wanted_weights) = jax.tree.map(np.asarray, both(x, weights))
     assert_same_bits(d_x, wanted_x)
-    if way["scheme"] == "token":
-        assert_same_bits(d_weights, wanted_weights)
-    else:  # the products of what came back and the gradient
-        error = np.linalg.norm(d_weights - wanted_weights)
-        assert error <= 0.05 * np.linalg.norm(wanted_weights)
+    assert_same_bits(d_weights, wanted_weights)
 
 
 @pytest.mark.slow("many programs for one rule")

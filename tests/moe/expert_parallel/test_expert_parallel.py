@@ -16,14 +16,10 @@ from packaging.version import Version
 from triax import moe
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.expert_parallel import choices, exchange, tokens
+from triax.moe.expert_parallel import exchange, tokens
 from triax.testing import assert_same_bits
 
-WAYS = {
-    "slots": {"scheme": "token", "exchange": "padded"},
-    "ragged": {"scheme": "token", "exchange": "ragged"},
-    "choices": {"scheme": "choice"},
-}
+WAYS = {"slots": {"exchange": "padded"}, "ragged": {"exchange": "ragged"}}
 MESHES = {
     "8": ({"expert": 8}, "expert"),
     "4x2": ({"data": 4, "expert": 2}, "expert"),
@@ -66,13 +62,7 @@ def _as_on_a_gpu():
 
 
 @pytest.fixture(
-    params=[
-        "ragged",
-        *(
-            pytest.param(name, marks=pytest.mark.slow("ragged stands for them"))
-            for name in ("slots", "choices")
-        ),
-    ]
+    params=["ragged", pytest.param("slots", marks=pytest.mark.slow("ragged stands for them"))]
 )
 def options(request):
     return WAYS[request.param]
@@ -251,9 +241,7 @@ def test_numbers_of_many_experts_arrive_beside_small_weights():
     """bfloat16 has no odd numbers above 256, and the weights' dtype must not carry the experts'."""
     experts = np.arange(384, dtype=np.int32).reshape(192, 2)
     x, weights = np.ones((192, 8), np.float32), np.ones(experts.shape, jnp.bfloat16)
-    out = dispatched(
-        local_mesh(2), x, weights, experts, experts=384, scheme="token", only=["group_sizes"]
-    )
+    out = dispatched(local_mesh(2), x, weights, experts, experts=384, only=["group_sizes"])
     assert out.group_sizes.tolist() == [1] * 384
 
 
@@ -271,8 +259,7 @@ def test_room_for_rows_that_nobody_sends_is_zeros(capacity):
     np.testing.assert_array_equal(rows, np.broadcast_to(filled, rows.shape))
 
 
-def test_a_capacity_keeps_the_first_tokens(monkeypatch):
-    monkeypatch.setattr(choices, "_WORTH_A_TOKEN", 0)  # without a capacity choices would be sent
+def test_a_capacity_keeps_the_first_tokens():
     mesh = local_mesh()
     experts = np.zeros((4 * TOKENS, TOP_K), np.int32)  # all of the first device
     experts[2::TOKENS, 0] = EXPERTS  # of none, so nothing is dropped
@@ -285,17 +272,6 @@ def test_a_capacity_keeps_the_first_tokens(monkeypatch):
     assert out.num_dropped.tolist() == [4 * (3 * (TOKENS - 2) - 1)] * 4
 
 
-def test_a_capacity_of_choices_that_nothing_exceeds():
-    """The default rows are enough: every device gives every expert just as many as it may."""
-    experts = np.tile(np.arange(EXPERTS, dtype=np.int32).reshape(-1, 2), (4, 1))
-    x, weights = (np.ones((len(experts), width), np.float32) for width in (8, 2))
-    how = {"capacity": 1, "scheme": "choice"}
-    only = ["group_sizes", "num_dropped"]
-    out = dispatched(local_mesh(), x, weights, experts, only=only, **how)
-    assert out.group_sizes.tolist() == [4] * EXPERTS
-    assert not out.num_dropped.any()
-
-
 @pytest.mark.parametrize("num_rows", [16, 2**30, 2**31 - 1])
 def test_no_size_leads_outside(num_rows):
     many = 2**30  # of which sums pass 32 bits
@@ -304,16 +280,15 @@ def test_no_size_leads_outside(num_rows):
     @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
     def plan(counts):
         made = exchange.plan_slices(counts[0], "d", num_rows)
-        return jax.tree.map(lambda array: array[None], made[:2])
+        return jax.tree.map(lambda array: array[None], made)
 
-    counts = np.full((4, 4, 3), many, np.int32)
+    counts = np.full((4, 4), many, np.int32)
     counts[:, 1] = 1
-    slices, group_sizes = jax.tree.map(np.asarray, plan(counts))
+    slices = jax.tree.map(np.asarray, plan(counts))
     assert slices.sizes.min() >= 0
     assert slices.targets.min() >= 0
     assert (slices.targets.astype(np.int64) + slices.sizes).max() <= num_rows
-    assert group_sizes.min() >= 0
-    assert group_sizes.sum(axis=1).max() <= num_rows
+    assert slices.received_sizes.sum(axis=1).max() <= num_rows
 
 
 def test_no_piece_leads_outside():
@@ -542,33 +517,27 @@ def test_no_tokens(options):
 
 
 @pytest.mark.parametrize(
-    ("devices", "top_k", "processes", "num_bytes", "expected"),
+    ("devices", "processes", "num_bytes", "expected"),
     [
-        (1, 8, 1, 1 << 25, ("token", "padded")),
-        (1, 1, 1, 1 << 25, ("token", "padded")),
-        (2, 8, 1, 1 << 25, ("token", "ragged")),
-        (8, 8, 1, 1 << 25, ("token", "ragged")),
-        (8, 2, 1, 1 << 25, ("choice", "ragged")),
-        (8, 1, 1, 1 << 25, ("choice", "ragged")),
-        (8, 1, 2, 1 << 25, ("token", "padded")),
-        (4, 8, 4, 1 << 25, ("token", "padded")),
-        (64, 8, 1, 1 << 25, ("token", "padded")),
-        (8, 8, 1, (1 << 25) - 1, ("token", "padded")),
-        (8, 1, 1, 1 << 20, ("token", "padded")),
+        (1, 1, 1 << 25, False),
+        (2, 1, 1 << 25, True),
+        (8, 1, 1 << 25, True),
+        (4, 4, 1 << 25, False),
+        (64, 1, 1 << 25, False),
+        (8, 1, (1 << 25) - 1, False),
     ],
 )
-def test_defaults(monkeypatch, devices, top_k, processes, num_bytes, expected):
+def test_defaults(monkeypatch, devices, processes, num_bytes, expected):
     x = jax.ShapeDtypeStruct((num_bytes, 1), np.int8)
     job = None if processes == 1 else types.SimpleNamespace(num_processes=processes)
     monkeypatch.setattr(jax_private, "key_value_client", lambda: job)
-    ragged = choices.is_better_ragged(x, devices)
-    assert choices.choose(None, None, top_k, devices, ragged) == expected
+    assert exchange.is_better_ragged(x, devices) == expected
 
 
 @pytest.mark.slow("many programs for one rule")
 @COMPILES
 def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
-    monkeypatch.setattr(choices, "_MIN_RAGGED_BYTES", 0)
+    monkeypatch.setattr(exchange, "_MIN_RAGGED_BYTES", 0)
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ("d", "explicit"), axis_types=kinds)
     count = 4 * TOKENS
@@ -589,9 +558,7 @@ def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
     ("change", "error", "text"),
     [
         ({"experts": 15}, ArgumentValueError, "`num_experts` must be a multiple of the 4 devices"),
-        ({"scheme": "tokens"}, ArgumentValueError, "`scheme` must be one of"),
         ({"exchange": "all"}, ArgumentValueError, "`exchange` must be one of"),
-        ({"scheme": "choice", "exchange": "padded"}, ArgumentValueError, '"ragged" or None'),
         ({"weights": np.ones((8, 3))}, ArgumentValueError, "same `top_k`"),
         ({"selected": np.ones((8, 2))}, ArgumentTypeError, "`experts`"),
         ({"capacity": -1}, ArgumentValueError, "`capacity`"),

@@ -86,6 +86,5 @@ def exchange(place, count, x, weights, ids, w_up, w_down, **options):
 OPS: dict[str, Sized] = {
     **SIZED,
     "exchange, padded": _exchange(exchange="padded"),
-    "exchange, ragged": _exchange(scheme="token", exchange="ragged"),
-    "exchange, choices": _exchange(scheme="choice"),
+    "exchange, ragged": _exchange(exchange="ragged"),
 }

@@ -10,7 +10,7 @@ In: a device's own tokens. Out: the rows of its own experts, sorted by expert, a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 
 from triax import messages
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.expert_parallel import choices
 from triax.moe.expert_parallel.arrivals import (
     Dispatched,
     DispatchPlan,
@@ -26,7 +25,7 @@ from triax.moe.expert_parallel.arrivals import (
     combined,
     exchanged,
 )
-from triax.moe.expert_parallel.choices import ExchangeMethod, Scheme
+from triax.moe.expert_parallel.exchange import ExchangeMethod
 from triax.moe.permutation.ops import as_known_words
 from triax.moe.quantization.scaled import DTYPES, ScaledArray, of_rows, tokens
 from triax.moe.shared import arguments
@@ -47,7 +46,6 @@ def dispatch(
     capacity: int | None = None,
     num_rows: int | None = None,
     scales: Array | None = None,
-    scheme: Scheme | None = None,
     exchange: ExchangeMethod | None = None,
     implementation: Implementation | None = None,
 ) -> Dispatched:
@@ -67,14 +65,6 @@ def dispatch(
 
     The host reads no counts, and no shape depends on one. Gradients travel the same way back.
 
-    There are two schemes. "token": a token goes once to each device that holds one of its experts,
-    is copied there, and comes back as one row. "choice": each pair of token and expert is a
-    separate row, which goes straight to its place. "choice" is the default if all of these hold:
-
-    - the exchange is "ragged", by default or by name;
-    - there is no `capacity`;
-    - with choices spread evenly, a token would go to more than ``0.9 * top_k`` devices.
-
     There are two ways to exchange. "padded" is `all_to_all`: every pair of devices exchanges room
     for `capacity` tokens, full or not. "ragged" is `ragged_all_to_all`: only the tokens there are.
     "ragged" is the default on two to eight devices of one process with 32 MiB of tokens or more on
@@ -90,16 +80,13 @@ def dispatch(
       axis_name: the mesh axis, or a tuple of axes.
       capacity: at least 1: the most tokens that a device sends to any one device; None for no
         limit. The first `capacity` tokens are sent there, the others are not. Exchange "padded"
-        moves room for `capacity` tokens. In scheme "choice" it is instead the most pairs of token
-        and expert that a device sends to any one expert.
+        moves room for `capacity` tokens.
       num_rows: the number of rows on each device; pairs that do not fit are dropped. None for
         enough rows in the worst case, in which all tokens choose experts of one device:
         ``D * capacity * top_k``, where D is the number of the axis' devices, and `capacity` is
-        all tokens if it is None (in scheme "choice" ``D * min(tokens * top_k, capacity *
-        num_experts // D)``). The time of matmuls does not depend on it.
+        all tokens if it is None. The time of matmuls does not depend on it.
       scales: [tokens, scales], sent along: the scales of quantized tokens.
-      scheme: "token" or "choice", as above; None chooses.
-      exchange: "padded" or "ragged", as above; None chooses. Scheme "choice" needs "ragged".
+      exchange: "padded" or "ragged", as above; None chooses.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
@@ -141,7 +128,7 @@ def dispatch(
         capacity = arguments.integer("capacity", capacity, 1)
     if num_rows is not None:
         num_rows = arguments.integer("num_rows", num_rows, 0)
-    choices.check(scheme, exchange)
+    arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
     implementations.check(implementation, x=x, weights=weights, scales=scales)
     sent = exchanged(
         x,
@@ -152,7 +139,6 @@ def dispatch(
         capacity=capacity,
         num_rows=num_rows,
         scales=scales,
-        scheme=scheme,
         exchange=exchange,
         implementation=implementation,
     )
@@ -189,8 +175,7 @@ def combine(
         been multiplied already, as `glu` does in its own kernel. There is no default.
       exchange_dtype: float8_e4m3fn or float8_e5m2: returned rows are rounded to this dtype, with a
         scale for each 128 numbers, and travel in half the bytes of bfloat16. Gradients travel
-        unrounded, and gradients of rows ignore the rounding. In scheme "choice" weights are applied
-        after the exchange, so their gradients are computed from rounded rows.
+        unrounded, and gradients of rows ignore the rounding.
       implementation: as for `dispatch`.
 
     Returns:

@@ -35,12 +35,12 @@ class Ways(NamedTuple):
     Attributes:
       sent: the plan of the sent rows, in the order of the receiving devices.
       slices: the rows that lie together on both sides.
-      pieces: the same exchange with a piece per token; None if rows are not sent by token.
+      pieces: the same exchange with a piece per token.
     """
 
     sent: Plan
     slices: Slices
-    pieces: Pieces | None
+    pieces: Pieces
 
 
 def padded_plan(sent: Plan, capacity: int) -> Plan:
@@ -59,13 +59,13 @@ def padded_plan(sent: Plan, capacity: int) -> Plan:
 
 def ragged_ways(sent: Plan, num_rows: int, axis_name: Any) -> Ways:
     """Makes the `Ways` of a plan whose groups are devices, each of which takes `num_rows`."""
-    slices, *_ = exchange.plan_slices(sent.group_sizes[:, None], axis_name, num_rows)
+    slices = exchange.plan_slices(sent.group_sizes, axis_name, num_rows)
     device = jnp.arange(sent.num_experts, dtype=jnp.int32)[:, None]
     goes = sent.expert_of[:, None, :] == device[None]  # [tokens, devices, slots]
     row = jnp.max(jnp.where(goes, sent.row_of[:, None, :], -1), axis=2, initial=-1).T
-    place = row - slices.offsets
-    sizes = ((row >= 0) & (place < slices.sizes)).astype(jnp.int32)
-    targets = slices.targets + place
+    place = row - slices.offsets[:, None]
+    sizes = ((row >= 0) & (place < slices.sizes[:, None])).astype(jnp.int32)
+    targets = slices.targets[:, None] + place
     # XLA's kernel runs one block per piece if the number of pieces is odd, else 64 blocks, which
     # are too many for one row.
     rest = ((0, 0), (0, 1 - sizes.shape[1] % 2))
@@ -158,7 +158,7 @@ _home_in_8_bits = Op("home_in_8_bits", xla=_rounded, derivative=_rounded_derivat
 def _to_devices(
     x: jax.Array, ways: Ways, *, num_rows: int, axis_name: Any, implementation: Any
 ) -> jax.Array:
-    if ways.pieces is not None and x.shape[1] * x.dtype.itemsize >= _MIN_ROW_BYTES:
+    if x.shape[1] * x.dtype.itemsize >= _MIN_ROW_BYTES:
         return exchange.move(x, ways.pieces, num_rows, axis_name)
     rows = permute(x, ways.sent, implementation=implementation).rows
     return exchange.ragged(rows, ways.slices, num_rows, axis_name)
