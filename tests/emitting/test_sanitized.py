@@ -139,6 +139,9 @@ def test_the_compilers_option_is_no_way_around():
         pytest.skip("this Triton has no such option")
     with pytest.raises(UnsupportedError, match=r"Use triax\.testing\.sanitized"):
         copy(X, backend_options=options)
+    testing.assert_same_bits(
+        copy(X, backend_options={"instrumentation_mode": ""}), X
+    )  # the default
 
 
 @has_sanitizers

@@ -3,12 +3,15 @@
 import jax
 import numpy as np
 import pytest
+import triton
 
 import triax
 from tests import kernels
 from tests.cases import blockwise
 from tests.tuning.conftest import DEVICE, replace_measurer
-from triax import cli
+from triax import cli, testing
+from triax.compat import versions
+from triax.errors import TuningError
 from triax.tools import tune as tools
 from triax.tuning import policy, store
 from triax.tuning.store import Store
@@ -36,6 +39,23 @@ def test_each_key_is_measured_once(measurer):
     )
     assert len(tuned) == 2
     assert len(measurer.jobs) == 2
+
+
+@pytest.mark.skipif(
+    not versions.SANITIZERS.passes(triton.__version__), reason="this Triton has no sanitizers"
+)
+def test_nothing_sanitized_is_measured(measurer):
+    """Nor stored: also if the function itself turns the sanitizer on."""
+    x = np.zeros(300, np.float32)
+
+    def sanitized():
+        with testing.sanitized("fpsan"):
+            return add(x, 300)
+
+    with pytest.raises(TuningError, match="'add_kernel' is under a sanitizer"):
+        triax.tune(sanitized)
+    assert not measurer.jobs
+    assert not store.user_store().paths()
 
 
 def test_into_a_folder(measurer, tmp_path, capsys):

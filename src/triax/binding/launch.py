@@ -241,7 +241,7 @@ class Launch:
     @property
     def sanitizer(self) -> str | None:
         """The sanitizer that the kernel is compiled with."""
-        return self.options.get(SANITIZER_OPTION)
+        return self.options.get(SANITIZER_OPTION) or None
 
     @property
     def operand_of_result(self) -> dict[int, int]:

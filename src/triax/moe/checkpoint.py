@@ -375,12 +375,14 @@ def read_experts(
     names = layers[prefix]
     within = "experts." * names[0].startswith(f"{prefix}.experts.")
     stem = f"{prefix}.{within}"
-    tensors, names = _restacked(tensors, stem, names)
+    tensors, stacked = _restacked(tensors, stem, names)
+    if is_restacked := stacked is not names:
+        said, names = dataclasses.replace(said, interleaved=False), stacked
     ends = [name.removeprefix(stem) for name in names]
     here = [of for of in FAMILIES if of.within == within]
     family = next((of for of in here if any(map(of.leads, ends))), here[-1])
     _check_names(names, stem, family.knows)
-    if interleaved and len(family.linears) == 3:
+    if interleaved and (is_restacked or len(family.linears) == 3):
         raise ArgumentValueError(
             f"Argument `interleaved` must be False or None for `{stem}…`, whose gate and up have "
             "tensors of their own; got True."

@@ -46,11 +46,14 @@ def tune(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Records:
     """
     messages.check_callable("function", function)
     _check_values((args, kwargs))
-    if settings.sanitizer.value is not None:
-        raise TuningError("`tune` measures kernels: call it outside of `triax.testing.sanitized`.")
     tuned: set[str] = set()  # names of keys
 
     def listen(call: BoundCall, operands: Sequence[Any], result_avals: Any) -> None:
+        if settings.sanitizer.value is not None:
+            raise TuningError(
+                f"Kernel {call.display_name!r} is under a sanitizer, and `tune` measures kernels: "
+                "call it outside of `triax.testing.sanitized`."
+            )
         types = tuple(map(ArrayType.of, operands))
         launches = call.launches(types, tuple(map(ArrayType.of, result_avals)))
         if len(launches) < 2:

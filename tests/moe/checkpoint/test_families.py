@@ -401,6 +401,10 @@ def test_scales_of_all_experts_beside_the_weights_of_each(part, tmp_path):
     for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_array_equal(a, b)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    of_no_model = {"activation": "swiglu", "config": {"quantization_config": V4}}
+    assert not moe.Experts.from_checkpoint(checkpoint, prefix, **of_no_model).interleaved
+    with pytest.raises(ArgumentValueError, match=r"`interleaved` must be False or None for .* own"):
+        moe.Experts.from_checkpoint(checkpoint, prefix, interleaved=True)
     for name in (f"{stem}1.up_proj.weight", f"{stem}down_proj_scale_inv"):
         rest = {of: array for of, array in stacks.items() if of != name}
         with pytest.raises(CheckpointError, match="is not known beside the other tensors"):
