@@ -278,8 +278,9 @@ def test_the_gradient_of_the_second_weights_comes_before_that_of_the_first_rows(
     assert seen == [((14, 2 * experts.w_down.shape[1]), experts.w_down.shape)]
 
 
-def test_copies_in_8_bits_may_be_made_where_gradients_are():
-    experts, *others = given()
+def test_copies_in_8_bits_may_be_made_where_gradients_are(monkeypatch):
+    monkeypatch.setattr(products, "in_8_bits", None)  # no weights are quantized again
+    experts, *others = given(two=True)
     once = lambda experts: loss(experts.quantized("rows"), *others, "rows")
     gradients = jax.eval_shape(jax.grad(once), experts)
     assert gradients.w_down.shape == experts.w_down.shape

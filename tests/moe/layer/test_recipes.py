@@ -226,6 +226,14 @@ def test_mistakes(recipe, match):
         value_and_gradients(layer(), moe.Recipe(**recipe) if isinstance(recipe, dict) else recipe)
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_sums_of_all_products(fast):
+    recipe = moe.Recipe(weight_gradient="rows", fast_sums=fast)
+    loss = lambda *given: jnp.sum(flat.layer(*given, top_k=2, recipe=recipe).tokens)
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 2, 3)))(*layer()))
+    assert ("FAST_ACCUM" in text) == fast
+
+
 def test_a_recipe_for_64_bits():
     with jax.enable_x64():
         given = [array.astype("float64") for array in layer()]

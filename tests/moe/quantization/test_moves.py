@@ -101,6 +101,17 @@ def test_tokens_that_share_scales(change, match):
         moe.permute(moe.quantize(x, block=(1, None)), plan, scales=np.ones((TOKENS, 1), np.float32))
 
 
+@pytest.mark.parametrize(
+    ("part", "scales"), [("zeros", "float32"), ("global_scales", "float8_e4m3fn")]
+)
+def test_parts_that_do_not_move(part, scales):
+    """As many rows as tokens: their shapes would not tell."""
+    of = {"packed": "int4" if part == "zeros" else "float4_e2m1fn", part: jnp.ones((2, 1))}
+    x = moe.ScaledArray(jnp.ones((2, 8), "uint8"), jnp.ones((2, 1), scales), (1, 16), **of)
+    with pytest.raises(ValueError, match=f"`x` has `{part}`, which do not move"):
+        moe.permute(x, ready_plan(np.array([[1], [0]]), 2))
+
+
 @pytest.mark.slow("many programs for one rule")
 def test_one_token_with_blocks_of_more():
     """Its rows have scales of their own, also where it is a device's only one."""

@@ -337,7 +337,7 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
 
     Raises:
       ArgumentTypeError: `scales` is given too.
-      ArgumentValueError: tokens share scales or have `zeros`, or `x` is not [tokens, hidden].
+      ArgumentValueError: tokens share scales, `x` is not [tokens, hidden], or has an optional part.
     """
     check(name, x)
     if scales is not None:
@@ -355,10 +355,10 @@ def tokens(name: str, x: ScaledArray, scales: Any) -> tuple[jax.Array, jax.Array
             f"Argument `{name}` must not be in tiles, each of which has 64 tokens; got shape "
             f"{x.shape}. Leave out `tile`, which is for weights."
         )
-    if x.zeros is not None:
+    if part := next((part for part in _OPTIONAL if getattr(x, part) is not None), None):
         raise ArgumentValueError(
-            f"Argument `{name}` has `zeros`, which do not move with their tokens. Quantize "
-            "without zeros, as `moe.quantize` does."
+            f"Argument `{name}` has `{part}`, which do not move with their tokens. Quantize "
+            "without them, as `moe.quantize` does."
         )
     return x.values, x.scales
 
