@@ -245,7 +245,6 @@ def test_numbers_of_many_experts_arrive_beside_small_weights():
     assert out.group_sizes.tolist() == [1] * 384
 
 
-@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("capacity", [1, 2])
 def test_room_for_rows_that_nobody_sends_is_zeros(capacity):
     """Kernels leave memory as it is where a plan has no rows: what was freed before has NaN."""
