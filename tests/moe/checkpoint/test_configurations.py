@@ -425,6 +425,12 @@ def test_keys_of_another_format(name, key, value):
         ("awq", {"format": "gemv"}, "format.* must be one of 'gemm'; got 'gemv'"),
         ("awq", {"checkpoint_format": "gemv_fast"}, "must be one of 'gemm'; got 'gemv_fast'"),
         ("awq", {"desc_act": True}, "desc_act.* must be one of False; got True"),
+        ("awq", {"pack_method": "order"}, "pack_method.* must be one of 'reorder'; got 'order'"),
+        (
+            "awq",
+            {"pack_method": "reorder", "zero_point": False},
+            "zero_point.* must be one of True; got False",
+        ),
         ("modelopt_fp8", {"quant_algo": "NVFP4"}, "must be one of 'FP8', .*; got 'NVFP4'"),
         ("modelopt_fp8", {"quant_algo": "MXFP8"}, "must be one of 'FP8', .*; got 'MXFP8'"),
         ("modelopt_mxfp8", {"quant_algo": "FP8"}, "must be one of 'MXFP8'; got 'FP8'"),
@@ -561,6 +567,7 @@ MODELOPT = {
         ("packed", KIMI_K2),
         ("gptq", GPTQ_MODEL),
         ("awq", AWQ),
+        ("awq", AWQ | {"pack_method": "reorder"}),  # of Quark
         ("awq", AWQ_OF_GPTQ_MODEL),
         ("awq", AWQ_OF_GPTQ_MODEL | {"version": None}),
         ("blocks", DEEPSEEK),

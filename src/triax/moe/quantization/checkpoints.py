@@ -396,6 +396,8 @@ def _read_gptq(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray
 
 def _read_awq(own: Mapping[str, Any], config: Mapping[str, Any]) -> ScaledArray:
     size = _integer(config, "group_size")
+    if config.get("pack_method"):  # Quark wrote it: symmetric numbers are signed there
+        _said(config, "zero_point", (True,), True)
     return from_awq(own["qweight"], own["qzeros"], own["scales"], group_size=size, tiles=False)
 
 
@@ -445,6 +447,7 @@ _AWQ = {
     "bits": 4,
     "desc_act": False,
     "version": ("gemm", "GEMM"),
+    "pack_method": "reorder",
     "checkpoint_format": "gemm",
     "format": "gemm",
     "method": "awq",
@@ -531,9 +534,10 @@ NAMES = (
 # read, and those that do not matter for a layer's weights. Any other is refused.
 KEYS = {
     "awq": (
-        "bits checkpoint_format desc_act dynamic format group_size method version",
+        "bits checkpoint_format desc_act dynamic format group_size method pack_method version "
+        "zero_point",
         "autoround_version backend do_fuse exllama_config fuse_max_seq_len lm_head meta "
-        "modules_to_fuse modules_to_not_convert pack_dtype pack_method zero_point",
+        "modules_to_fuse modules_to_not_convert pack_dtype",
     ),
     "compressed-tensors": (
         "actorder block_structure config_groups dynamic format group_size ignore num_bits strategy "
