@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -129,6 +130,17 @@ def test_prompts_of_different_lengths_are_continued(checkpoints):
     assert tokens[1, 0] == expected(GPT_OSS)[10].argmax()
     alone = np.array([*PROMPT[:11], *tokens[1, :-1]], np.int32)
     assert tokens[1].tolist() == run(config, params, 1, alone)[10:].argmax(1).tolist()
+
+
+def test_a_prompt_ends_before_its_padding(monkeypatch):
+    """The next token is by the prompt's last token, and its place is behind that."""
+    states = jnp.tile(jnp.eye(4), (2, 1, 1))  # a token's logits are the largest at its place
+    monkeypatch.setattr(decoder, "forward", lambda *_: ({}, states))
+    lengths = jnp.array([2, 4])
+    cache, tokens = decoder.prefill.__wrapped__(
+        None, {"head.weight": jnp.eye(4)}, {}, None, lengths
+    )
+    assert (tokens.tolist(), cache["length"].tolist()) == ([1, 3], [2, 4])
 
 
 BATCH, START, STEPS = 2, 4, 3  # of a report, whose program for a step is another test's too
@@ -361,6 +373,18 @@ def test_a_report_has_the_share_of_the_moe_layers(checkpoints):
 
 def mesh_of(devices):
     return jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("expert",))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_a_layer_of_experts_over_two_devices(checkpoints):
+    config, params = decoder.load(moe.Checkpoint(checkpoints("Qwen3-MoE")))
+    x = params["embedding"][recorded.PROMPT[None, :5]]
+    mixture = jax.jit(decoder.mixture, static_argnums=0)
+    found, wanted = (
+        mixture(dataclasses.replace(config, mesh=mesh), params["layers"][0], x)
+        for mesh in (mesh_of(2), None)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow("it compiles the decoder twice")

@@ -41,3 +41,10 @@ def test_maps_of_sums_beyond_32_bits(implementation):
     assert maps.forward.ends.tolist() == maps.inverse.ends.tolist() == [2**30] * 3
     assert maps.forward.shifts.tolist() == [0, -(2**30), -(2**30)]
     assert maps.inverse.shifts.tolist() == [0, 0, 0]
+
+
+def test_the_transpose_of_the_gradient_sorts_again():
+    sort = lambda x: moe.sort_chunks_by_index(x, np.array([2, 1, 2]), np.array([2, 0, 1])).rows
+    x = jnp.arange(6, dtype=jnp.float32)[:, None]
+    back = lambda gradient: jax.vjp(sort, x)[1](gradient)[0]
+    np.testing.assert_array_equal(jax.vjp(back, x)[1](x)[0], sort(x))

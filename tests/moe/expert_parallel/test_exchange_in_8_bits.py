@@ -62,7 +62,7 @@ def expected(x, weights, experts, dtype):
     return out
 
 
-@pytest.mark.sampled(0, 1)
+@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize("way", whole.WAYS.values(), ids=whole.WAYS.keys())
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_sums_of_rounded_rows(way, dtype):
@@ -76,7 +76,7 @@ def test_sums_of_rounded_rows(way, dtype):
     assert 0.01 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.08
 
 
-@pytest.mark.sampled(0, 1)
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("way", whole.WAYS.values(), ids=whole.WAYS.keys())
 @pytest.mark.parametrize("weighted", [True, False])
 def test_gradients_are_those_of_exact_rows(way, weighted):

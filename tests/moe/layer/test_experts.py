@@ -280,7 +280,7 @@ def test_the_gradient_of_the_second_weights_comes_before_that_of_the_first_rows(
 
 def test_copies_in_8_bits_may_be_made_where_gradients_are(monkeypatch):
     monkeypatch.setattr(products, "in_8_bits", None)  # no weights are quantized again
-    experts, *others = given(two=True)
+    experts, *others = given(two=True, transposed=True)
     once = lambda experts: loss(experts.quantized("rows"), *others, "rows")
     gradients = jax.eval_shape(jax.grad(once), experts)
     assert gradients.w_down.shape == experts.w_down.shape

@@ -84,6 +84,21 @@ def test_between_devices(exchange, scale_dtype, implementation):
     np.testing.assert_allclose(back, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_types_between_devices():
+    """Scales that kernels do not know arrive as what they were, within the rows."""
+
+    def move(x, weights, experts):
+        x8 = moe.quantize(x, block=(1, 32), scale_dtype="float8_e8m0fnu")
+        sent = moe.dispatch(x8, weights, experts, EXPERTS, "e")
+        return sent.rows, sent.scales
+
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("e",)), PartitionSpec("e")
+    split = jax.shard_map(move, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x, experts, weights = draw()
+    rows, scales = jax.eval_shape(split, x, weights, experts)
+    assert (rows.scales.dtype, scales) == ("float8_e8m0fnu", None)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "match"),
@@ -99,6 +114,11 @@ def test_tokens_that_share_scales(change, match):
         moe.permute(moe.quantize(x, **change), plan)
     with pytest.raises(TypeError, match="`scales` is given, and `x` is a ScaledArray"):
         moe.permute(moe.quantize(x, block=(1, None)), plan, scales=np.ones((TOKENS, 1), np.float32))
+
+
+def test_the_block_of_rows_of_one_token():
+    one = moe.quantize(draw()[0][:1], block=(32, 32))
+    assert moe.permute(one, ready_plan(np.array([[1, 0]]), 2)).block == (1, 32)
 
 
 @pytest.mark.parametrize(
