@@ -20,7 +20,10 @@ from tests.moe.placements.case import compare, uncut, with_gradients
 from tests.moe.placements.ops import OPS
 from triax import moe, testing
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
+    pytest.mark.filterwarnings("ignore:feed_forward gathers all experts"),  # as these want it to
+]
 
 SIZES = ModelSizes(tokens=16, hidden=24, width=8, experts=4, top_k=2)
 NAMES = [name for name in OPS if not name.startswith("exchange")]  # which has a mesh of its own

@@ -38,7 +38,8 @@ def has_integers(name):
 
 
 OTHERS = ("feed_forward, a routing", "route, chosen already, softmax, False")
-NAMES = [*filter(has_integers, [*ORDINARY, *UNUSUAL, *OTHERS])]
+INSIDE = {"quantized_outer"}  # of products: who calls it has narrowed the sizes
+NAMES = [n for n in (*ORDINARY, *UNUSUAL, *OTHERS) if n not in INSIDE and has_integers(n)]
 
 
 @pytest.mark.sampled(3, 12)
