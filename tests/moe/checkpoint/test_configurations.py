@@ -403,6 +403,14 @@ def test_keys_of_another_format(name, key, value):
         read(tensors, {"quantization_config": quantization | {key: value}})
 
 
+CHANNELS_OF_QUARK = {
+    "ch_axis": 0,
+    "dtype": "int8",
+    "qscheme": "per_channel",
+    "quant_method": "quark",
+}
+
+
 @pytest.mark.parametrize(
     ("name", "said", "message"),
     [
@@ -441,6 +449,7 @@ def test_keys_of_another_format(name, key, value):
         ("deepseek_v4", {"expert_dtype": "fp8"}, "expert_dtype.* must be one of 'fp4'; got 'fp8'"),
         ("deepseek_v4", {"expert_dtype": None}, "expert_dtype.* must be one of 'fp4'; got None"),
         ("deepseek_v4", {"scale_fmt": "float"}, "scale_fmt.* must be one of 'ue8m0'; got 'float'"),
+        ("channels", CHANNELS_OF_QUARK | {"ch_axis": 1}, "ch_axis.* must be one of 0; got 1"),
         ("quark", {"dtype": "mx"}, "dtype.* must be one of 'fp4'; got 'mx'"),
         ("quark", {"qscheme": "per_channel"}, "qscheme.* must be one of 'per_group'; got 'per_ch"),
     ],
@@ -572,6 +581,7 @@ MODELOPT = {
         ("awq", AWQ_OF_GPTQ_MODEL | {"version": None}),
         ("blocks", DEEPSEEK),
         ("channels", CHANNELS),
+        ("channels", CHANNELS_OF_QUARK),
     ],
 )
 def test_published_quantization(name, published):

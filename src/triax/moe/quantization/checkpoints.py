@@ -565,9 +565,9 @@ KEYS = {
     ),
     "mxfp4": ("", "dequantize modules_to_not_convert"),
     "quark": (
-        "block_size dtype global_quant_config group_size layer_quant_config "
+        "block_size ch_axis dtype global_quant_config group_size layer_quant_config "
         "layer_type_quant_config qscheme scale_format",
-        "algo_config ch_axis enable_buffer_reuse exclude export is_dynamic is_scale_quant "
+        "algo_config enable_buffer_reuse exclude export is_dynamic is_scale_quant "
         "kv_cache_post_rope kv_cache_quant_config max_input_numel mx_element_dtype observer_cls "
         "quant_mode round_method scale_calculation_mode scale_type softmax_quant_spec symmetric "
         "version zero_point_type",
@@ -653,6 +653,8 @@ def _block_size(config: Mapping[str, Any]) -> Any:
     for key, before in (("strategy", ""), ("qscheme", "per_")):
         if config.get(key) is not None:
             strategy = _said(config, key, [before + of for of in wholes]).removeprefix(before)
+            if strategy == "channel":  # Quark's may be those of `in`
+                _said(config, "ch_axis", (0,), 0)
             sizes += [of] if (of := wholes[strategy]) else []
     if any(of != sizes[0] for of in sizes):
         raise ArgumentValueError(
