@@ -63,6 +63,15 @@ def test_few_rows_are_multiplied_by_tiles(monkeypatch):
     assert needs["few_rows"] == needs["very_few_rows"] == "weights in tiles (`weights.tile()`)"
 
 
+@pytest.mark.filterwarnings("ignore:ragged_dot dequantizes its weights")
+def test_fewer_rows_than_groups_where_tensor_cores_lack_bfloat16(monkeypatch):
+    weights = scaled(array(5, 256, 512, dtype=E4M3), (1, 128, 128), transposed=True)
+    case = in_tiles(product_of(array(4, 512), weights))
+    (kernel, needs), *_ = chosen(monkeypatch, 75, case)
+    assert kernel == "dequantized"
+    assert needs["very_few_rows"] == "tensor cores that multiply bfloat16, from Ampere on"
+
+
 def test_the_weights_gradient(monkeypatch):
     function, arrays = product(4000, 512, 1024)
 

@@ -147,3 +147,12 @@ def test_explain_says_why_many_rows_are_not_dequantized(monkeypatch):
         ((kernel, needs),) = chosen(monkeypatch, 90, case)
     assert kernel == "any_gpu"
     assert "`triax.same_bits` is on" in needs["dequantized"]
+
+
+def test_explain_does_not_blame_it_for_rows_of_other_sizes(monkeypatch):
+    """Only rows of 16 bits would be multiplied by dequantized weights without it."""
+    weights_in_blocks = weights(E4M3, (1, 128, 128))
+    for rows in (rows_in_8_bits(GROUPS * 257, 128), array(GROUPS * 257, DEPTH, dtype="float32")):
+        with triax.same_bits():
+            ((_, needs),) = chosen(monkeypatch, 90, product_of(rows, weights_in_blocks, GROUPS))
+        assert "rows of 16 bits" in needs["dequantized"]

@@ -56,7 +56,9 @@ def needs_of_very_few(product: RaggedDot) -> str | None:
     w = product.right
     scaled = None if w.codes else w.deep
     most = VeryFewRowsConfig.most_rows(product.target.architecture, scaled)
-    if product.options.one_order and most:  # one of the two kernels takes any number of rows
+    if not most:
+        return "tensor cores that multiply bfloat16, from Ampere on"
+    if product.options.one_order:  # one of the two kernels takes any number of rows
         return ONE_ORDER if product.target.tensor_maps else None
     if product.rows_per_group > most:
         return f"at most {most} rows for each group on average"
@@ -83,10 +85,11 @@ def _needs_of_operands(product: RaggedDot) -> str | None:
 
 def dequantizing_needs(product: RaggedDot) -> str | None:
     """Returns what weights must be to be dequantized for other kernels; None if they are."""
-    w, is_half = product.right, product.left.values.dtype.itemsize == 2
-    if w.packed or (is_half and w.values.dtype.itemsize == 1 and has_many_rows(product)):
+    w, rows = product.right, product.left.values
+    may = (rows.dtype.itemsize, w.values.dtype.itemsize) == (2, 1)
+    if w.packed or (may and has_many_rows(product)):
         return None
-    if product.rows_per_group > MOST_ROWS and not has_many_rows(product):
+    if may and product.rows_per_group > MOST_ROWS:
         return ONE_ORDER
     return f"weights of 4 bits, in tiles, or of 8 bits and more than {MOST_ROWS} rows of 16 bits"
 
