@@ -62,6 +62,15 @@ def test_who_wins_where_caller_and_config_disagree(arrays):
         assert grids("runtime") == [64, 256, 1024]
 
 
+def test_constexprs_decide_in_the_interpreter(arrays):
+    def add_the_first_block(ctx, x, y):
+        kernel, values = kernels.autotuned_add_kernel, {"n": 1003, "BLOCK": 512}
+        return triax.triton_call_lowering(ctx, kernel, x, y, grid=1, constexprs=values)
+
+    (total,) = jax.jit(own(add_the_first_block, lambda x, y: [x]))(*arrays)
+    assert np.isfinite(total).sum() == 512
+
+
 def test_an_aliased_result_of_another_index_than_its_operand(arrays):
     """Its own parameter points to that operand's memory, in the interpreter too."""
 

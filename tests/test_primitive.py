@@ -52,6 +52,7 @@ class TestEagerly:
         out = vector_add(jax.device_put(X, device), jax.device_put(X, device))
         assert out.devices() == {device}
         assert out.committed
+        assert vector_add(jax.device_put(X, jax.devices()[0]), X).committed
 
     def test_numpy_operands(self):
         testing.assert_same_bits(vector_add(X, Y), X + Y)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 import triax
+from tests import kernels
 from tests.cases import cuda_call
 from triax import TensorDescriptor
 from triax.compat import jax_private, versions
@@ -196,6 +197,10 @@ def test_a_batch_behind_a_descriptor_is_refused():
             of_batch(method)
     for method in ("sequential", "sequential_unrolled"):
         assert (of_batch(method) == batch).all()
+    given = {"out_type": OUT, "grid": 1, "n": 1, "BLOCK": 1, "vmap_method": "broadcast_all"}
+    add = functools.partial(triax.triton_call, kernel=kernels.add_kernel, **given)
+    with pytest.raises(ArgumentValueError, match=r"`x_ptr` .*descriptor"):
+        jax.vmap(functools.partial(add, TensorDescriptor.from_array(batch[0], (8, 16))))(batch)
 
 
 def test_an_output_that_is_described_cannot_be_aliased():

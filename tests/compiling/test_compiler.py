@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -317,9 +318,13 @@ class TestWhatAKernelNames:
         (after,) = lower(lambda x: inner(x), X)
         assert after.entries != before.entries
 
-    def test_an_eager_call_is_not_found_under_the_old(self, monkeypatch):
+    @pytest.mark.parametrize(
+        ("kernel", "constants"),
+        [(first.calling_kernel, {}), (first.given_kernel, {"FUNCTION": first.helper})],
+    )
+    def test_an_eager_call_is_not_found_under_the_old(self, monkeypatch, kernel, constants):
         """Eager calls are compiled by `jax.jit`, with the call as a static argument."""
-        call = lambda: jax.make_jaxpr(lambda x: copy(x, kernel=first.calling_kernel))(X)
+        call = lambda: jax.make_jaxpr(lambda x: copy(x, kernel=kernel, **constants))(X)
         before = call().eqns[0].params["call"]
         assert call().eqns[0].params["call"] == before
         self.change(monkeypatch, "inner")
@@ -369,6 +374,13 @@ def test_too_much_shared_memory_is_said_before_the_launch():
         CompilationError, match=r"bytes of shared memory per block.*capability 89 has 101376"
     ):
         lower(f, a, a)
+
+
+def test_a_kernel_may_take_all_of_a_block():
+    compiled = types.SimpleNamespace(
+        shared_bytes=101376, num_warps=32, num_ctas=1, profile_scratch_bytes=0
+    )
+    compiled_kernel.check_fits(None, compiled, 89)
 
 
 class TestConfigsThatFail:

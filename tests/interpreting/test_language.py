@@ -92,7 +92,8 @@ def scan(x_ptr, o_ptr, m, n, OP: tl.constexpr, AXIS: tl.constexpr, REVERSE: tl.c
 def sum_over_all(x_ptr, o_ptr, M: tl.constexpr, N: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
     at = tl.arange(0, 1)
-    tl.store(o_ptr + at[:, None] + at[None, :], tl.sum(x, keep_dims=True))
+    total = tl.trans(tl.sum(x, keep_dims=True))  # refuses fewer than two dimensions
+    tl.store(o_ptr + at[:, None] + at[None, :], total)
 
 
 @triton.jit
