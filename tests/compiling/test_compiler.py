@@ -24,9 +24,10 @@ from triton.runtime.cache import FileCacheManager
 
 import triax
 from tests import kernels
-from tests.cases import blockwise
+from tests.cases import blockwise, tuple_of_arrays
 from tests.cases import cuda_calls as lower
 from tests.same_name import first, second
+from triax.binding.launch import ArrayType
 from triax.compat import triton_private
 from triax.compat.triton_lock import TRITON
 from triax.compiling import compiled_kernel, compiler, threads
@@ -71,6 +72,14 @@ def test_every_architecture_has_code_of_its_own():
     for capability in (80, 90):
         (call,) = lower(lambda x, of=capability: copy(x, compute_capability=of), X)
         assert f".target sm_{capability}" in call.ptx[0]
+
+
+def test_arrays_in_tuples_are_known_to_be_aligned():
+    (equation,) = jax.make_jaxpr(tuple_of_arrays)(X, X).eqns
+    call, array = equation.params["call"], ArrayType(X.shape, X.dtype)
+    launch = call.launch(call.candidates[0], (array, array), (array,))
+    parameters = compiler.compile_launch(launch, 90).parameters
+    assert [index for index, known in parameters if known is True] == [0, 1, 4]
 
 
 def test_a_kernel_named_like_an_instruction():

@@ -71,10 +71,12 @@ def sum_of_tuple(xs, scale, o_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def program_ids(o_ptr):
+def program_ids(count_ptr, o_ptr):
     x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     nx, ny, nz = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
-    tl.store(o_ptr + x + nx * (y + ny * z), x + 10 * y + 100 * z + 1000 * nz)
+    at = x + nx * (y + ny * z)
+    tl.device_assert(tl.atomic_add(count_ptr, 1) == at)  # programs run in this order
+    tl.store(o_ptr + at, x + 10 * y + 100 * z + 1000 * nz)
 
 
 @triton.jit
@@ -224,7 +226,9 @@ def test_tuples_and_none(interpret, rng):
 
 
 def test_every_program_runs_once_with_its_ids(interpret):
-    (out,) = interpret(program_ids, {"o_ptr": Result(0)}, [((2, 3, 5), np.int32)], grid=(5, 3, 2))
+    arguments = {"count_ptr": np.zeros(1, np.int32), "o_ptr": Result(1)}
+    outputs = [((1,), np.int32), ((2, 3, 5), np.int32)]
+    _, out = interpret(program_ids, arguments, outputs, aliases={0: 0}, grid=(5, 3, 2))
     z, y, x = np.indices((2, 3, 5))
     np.testing.assert_array_equal(out, x + 10 * y + 100 * z + 2000)
 

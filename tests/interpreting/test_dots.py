@@ -77,7 +77,7 @@ def test_dot_scaled(interpret, agree, rng, a, b, has_scale, packs_depth):
     x, wide_x = operand(rng, a, (M, K), 1 if packs_depth else 0)
     y, wide_y = operand(rng, b, (K, N), 0 if packs_depth else 1)
     x_scale, y_scale = (rng.integers(120, 134, (n, K // 32)).astype(np.uint8) for n in (M, N))
-    x_scale[0, 0] = 255  # NaN
+    x_scale[:2, 0] = 255, 0  # NaN, 2**-127
     factors, y_factors = (np.repeat(2.0 ** (s - 127.0), 32, 1) for s in (x_scale, y_scale))
     factors[0, :32] = np.nan
     expected = 1 + (wide_x * factors) @ (wide_y * (y_factors.T if has_scale else 1))

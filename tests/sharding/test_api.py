@@ -156,6 +156,16 @@ def test_types_on_explicit_axes():
     assert_close(run(types, mesh, args, [P("data"), P()]), alone(plain)(*args))
 
 
+def test_the_first_array_decides_over_what_a_dimension_is_sharded():
+    def summed(x, y):
+        out = triax.sharded(jnp.add, "t, t -> t", cut="t")(x, y)
+        assert jax.typeof(out).sharding.spec == P("data")
+        return out
+
+    x, y = drawn((8,), (8,))
+    assert_close(run(summed, mesh_of("explicit"), [x, y], [P("data"), P("model")]), x + y)
+
+
 def test_sizes_that_devices_do_not_divide_are_left_whole():
     """XLA would pad six rows over four devices, and the sum would be of eight."""
     (x,) = drawn((6, WIDTH))

@@ -63,11 +63,12 @@ def test_it_comes_after_the_user_s_and_the_path_s(install, tmp_path, monkeypatch
     Store(install(), "").put(record(0, 1.0))
     other = Store(tmp_path / "other", "")
     other.put(record(0, 2.0))
-    monkeypatch.setenv("TRIAX_CACHE_PATH", str(other.folder))
+    monkeypatch.setenv("TRIAX_CACHE_PATH", f"{other.folder}:{tmp_path / 'last'}")
     assert store.find(key(0))[0] == record(0, 2.0)
     store.user_store().put(record(0, 3.0))
     assert store.find(key(0))[0] == record(0, 3.0)
-    assert [place.name for place in store.stores()][2:] == ["package norms"]
+    path = [f"store {tmp_path / name}" for name in ("other", "last")]
+    assert [place.name for place in store.stores()][1:] == [*path, "package norms"]
 
 
 def test_metadata_is_read_once_and_only_where_nothing_else_is_found(install, monkeypatch):
