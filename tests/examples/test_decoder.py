@@ -74,7 +74,7 @@ slow = pytest.mark.slow("other configurations are quick")
 nightly = pytest.mark.nightly("each configuration has another size")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -82,7 +82,7 @@ nightly = pytest.mark.nightly("each configuration has another size")
         ("Qwen3-MoE", 8),
         ("Qwen3-MoE in float8", 6),
         pytest.param("gpt-oss", 12, marks=slow),
-        pytest.param("Qwen3-MoE with all options", 1, marks=slow),
+        ("Qwen3-MoE with all options", 1),
         *(pytest.param(name, len(PROMPT), marks=nightly) for name in recorded.CONFIGS),
         pytest.param(GPT_OSS, 6, marks=nightly),
         pytest.param("Qwen3-MoE", 1, marks=nightly),
