@@ -186,6 +186,13 @@ def test_what_is_kept_for_the_backward_pass(way, implementation):
         jax.tree.map(same, found, results[0])
 
 
+def test_a_scale_that_a_function_closes_over_has_a_gradient():
+    args = draw(7, "float32")
+    loss = lambda scale: jnp.sum(layer(*args, activation=lambda gate, up: scale * gate * up).tokens)
+    value, of_scale = jax.jit(jax.value_and_grad(loss))(1.0)
+    np.testing.assert_allclose(of_scale, value, rtol=1e-5)
+
+
 @pytest.mark.slow("many programs for one rule")
 @pytest.mark.parametrize("keep", [(), ("triax_glu",)])
 def test_functions_that_close_over_arrays_of_the_program(keep):
