@@ -327,6 +327,7 @@ CASES = (
         lambda x: x,
     ),
     Case("bool_move", move, lambda rng: (rng.integers(0, 2, 301).astype(bool),), lambda x: x),
+    Case("float64_move", move, lambda rng: (rng.standard_normal(301),), lambda x: x, x64=True),
     Case(
         "scalars",
         scalars,

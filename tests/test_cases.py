@@ -31,9 +31,9 @@ def test_runs_on_cpu(case, jit):
             testing.assert_same_bits(array, given)
 
 
-def test_64_bits_outside_enable_x64():
+@pytest.mark.parametrize("case", [case for case in PARAMETERS if case.values[0].x64])
+def test_64_bits_outside_enable_x64(case):
     """As in a thread of XLA's, which runs what has to wait for its operands."""
-    (case,) = (case for case in CASES if case.x64)
     inputs = case.inputs(np.random.default_rng(7))
     with x64(case):
         arrays = [jax.numpy.asarray(x) for x in inputs]
