@@ -209,7 +209,9 @@ def test_cut_batches_move_nothing_between_devices(kind, name, shared):
     program, results = compiled(batched, mesh_of(kind), [stacked], [specs])
     assert collectives(program) == []
     for n, wanted in jax.jit(batched)(stacked).items():
-        assert spec_of(results[n]) == batch
+        bits = [np.asarray(of).tobytes() for of in wanted]
+        is_shared = len(set(bits)) == 1  # made of what is the same for all of the batch
+        assert is_shared or spec_of(results[n]) == batch
         compare(n, results[n], wanted)
 
 
