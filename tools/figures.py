@@ -697,9 +697,10 @@ def front() -> str:
     times = record("adopting")["results"]["maxtext"]["Mixtral 8x7B, 8,192 tokens"]
     before, after = (times[way]["ms"] for way in ("original", "patched"))
     (device,) = {record(name)["device"] for name in ("layer", "adopting")}
+    *names, last = dict.fromkeys(PRESETS[r["preset"]] for r in find("triax", "layer", op="layer"))
     return (
-        f"- **{_layer_rates('triax')} TFLOP/s** for a whole MoE layer, forward and backward: the "
-        "shapes of DeepSeek-V3, Mixtral, Qwen3, gpt-oss and of 64 small experts. With "
+        f"- **{_layer_rates('triax')} TFLOP/s** for a whole MoE layer, forward and backward, in "
+        f"the shapes of {', '.join(names)} and {last}. With "
         f"`jax.lax.ragged_dot` it is {_layer_rates('jax.lax.ragged_dot')} TFLOP/s.\n"
         f"- **{before / after:.1f} times as fast** in MaxText: the MoE block of Mixtral, 8,192 "
         f"tokens, forward and backward, takes {after:.1f} ms; with MaxText's own `ragged_dot` "
