@@ -101,7 +101,7 @@ def same_bits(on: bool = True) -> AbstractContextManager[None]:
 
     The order of a sum in the MoE ops then follows from the shapes and dtypes of weights alone,
     never from the number of rows. Most ops have the same bits anyway: the documentation, "Trust",
-    says which do not, and how much longer those take. Like the mode of `tuning_mode`, this is read
+    says which do not, and when those take longer. Like the mode of `tuning_mode`, this is read
     when a function is traced, and is part of `jax.jit`'s cache key; ``TRIAX_SAME_BITS`` is not.
 
     Args:
