@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import adopting, decode
+from benchmarks import adopting, decode, same_bits
 from benchmarks.harness import inputs, record, timing
-from triax import moe
+from triax import moe, settings
 from triax.benchmark import CallTiming
 
 SCRIPTS = {
@@ -23,6 +23,9 @@ SCRIPTS = {
     for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py")
     if path.stem != "__main__"
 }
+
+
+DOT = moe.ragged_dot
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS.keys() - {"tuning_quality", "weak_scaling"}))
@@ -149,3 +152,30 @@ def test_decoding_is_measured_against_a_read_of_the_weights_in_use(monkeypatch):
         assert 1 <= each["experts_in_use"] <= 3
         assert each["read_us"] == pytest.approx(each["experts_in_use"] * num_bytes / 1000)
         assert each["fraction_of_read"] == pytest.approx(each["read_us"] / each["median_us"])
+
+
+def test_batches_that_give_a_row_the_same_bits(monkeypatch):
+    """Those that do for the first row and for the last."""
+
+    def run(batch, most):
+        other = batch.count > most or (batch.last and batch.count == 5)
+        return [jnp.float32(other and not settings.one_order_of_sums())]
+
+    monkeypatch.setitem(same_bits.CASES, "a case", (run, (1, 5, 9, 20), 9))
+    found = same_bits.bits("a case")
+    assert found == {"without": [[1, 9], [5], [20]], "with": [[1, 5, 9, 20]]}
+
+
+@pytest.mark.parametrize("name", ["8 bits, blocks", "weights of int4 in groups of 32 in tiles"])
+def test_the_price_of_the_same_bits(monkeypatch, name):
+    """Only of products whose last rows are right."""
+    monkeypatch.setattr(same_bits, "SHAPES", {"others": (128, 64)})
+    monkeypatch.setattr(same_bits, "TOKENS", {6: 2})
+    found = same_bits.price(name, 6)
+    assert found["ratio"] == found["median_us"]["with"] / found["median_us"]["without"]
+    sizes = same_bits.sizes_of(6)
+    assert (sizes.sum(1) == 6 * same_bits.TOP_K).all()
+    assert (sizes[0] != sizes[1]).any()
+    monkeypatch.setattr(moe, "ragged_dot", lambda *given, **how: 1.03 * DOT(*given, **how))
+    with pytest.raises(SystemExit, match=r"6 tokens, without: wrong by 0\.03"):
+        same_bits.price(name, 6)

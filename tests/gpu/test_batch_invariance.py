@@ -93,20 +93,27 @@ def with_bias(batch, dtype):
     return moe.ragged_dot(rows, weights(dtype), batch.sizes, bias=bias)[batch.at]
 
 
-def eight_bits(batch, block, precision):
+def in_8_bits(rows, weights, block):
     of_weights = (1, None, 1) if block is None else (1, block, block)
-    rows = moe.quantize(rows_of(batch), block=(1, block))
-    given = moe.quantize(weights(), block=of_weights, transposed=True)
-    return moe.ragged_dot(
-        rows, given, batch.sizes, precision=precision, preferred_element_type=jnp.bfloat16
-    )[batch.at]
+    rows = moe.quantize(rows, block=(1, block))
+    return rows, moe.quantize(weights, block=of_weights, transposed=True)
+
+
+def narrowed(weights, name, tiled):
+    dtype, block, scale = NARROW[name]
+    given = moe.quantize(weights, dtype, block=block, transposed=True, scale_dtype=scale)
+    return given.tile() if tiled else given
+
+
+def eight_bits(batch, block, precision):
+    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    given = in_8_bits(rows_of(batch), weights(), block)
+    return moe.ragged_dot(*given, batch.sizes, **how)[batch.at]
 
 
 def narrow_weights(batch, name, tiled):
-    dtype, block, scale = NARROW[name]
-    given = moe.quantize(weights(), dtype, block=block, transposed=True, scale_dtype=scale)
-    given = given.tile() if tiled else given
     how = {"preferred_element_type": jnp.float32}
+    given = narrowed(weights(), name, tiled)
     return moe.ragged_dot(rows_of(batch), given, batch.sizes, **how)[batch.at]
 
 
