@@ -54,6 +54,30 @@ def test_matrix_of_a_record(monkeypatch):
     assert figures.where_matrix() == "2 environments: 7,140 tests passed, 2 failed. 2026-11-25.\n"
 
 
+def test_the_same_bits_of_a_record(monkeypatch):
+    """Times with it over those without; numbers of rows without a gap in ranges."""
+    price = {"median_us": {"without": 10.0, "with": 13.1}, "ratio": 1.31}
+    cases = {
+        "example": {"8 bits": {"without": 0.0431, "with": 0.0}},
+        "ragged_dot, bfloat16": {
+            "same_bits": {"without": [[1, 5]], "with": [[1, 5]]},
+            "prices": {},
+        },
+        "8 bits, blocks": {
+            "same_bits": {"without": [[1, 5], [9], [20, 3000]], "with": [[1, 5, 9, 20, 3000]]},
+            "prices": {"1": price, "4096": price | {"ratio": 0.994}},
+        },
+    }
+    monkeypatch.setattr(figures, "record", lambda name: {"same_bits": {"results": cases}}[name])
+    head, _, *rows = figures.same_bits().splitlines()
+    assert head == "|  | without it | with it | 1 token | 4,096 tokens |"
+    assert rows == [
+        "| ragged_dot, bfloat16 | all | all | – | – |",
+        "| 8 bits, blocks | 1 to 5; 9; 20 to 3,000 | all | 1.31 | 0.99 |",
+    ]
+    assert figures.of_rows("same_bits/example").splitlines()[2] == "| 8 bits | 0.043 | 0 |"
+
+
 def test_measurements_were_made_on_gpus():
     found = figures.ran_on_gpus()
     assert found["0.11.2", "3.6.0"] == "NVIDIA H100 80GB HBM3, NVIDIA H200"

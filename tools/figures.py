@@ -415,6 +415,28 @@ def numerics() -> str:
     return table(["", "terms of a sum", *ways], rows)
 
 
+def same_bits() -> str:
+    """Among which numbers of rows bits are the same, both ways; the ratio of times, by tokens."""
+    run, rows = record("same_bits")["results"], []
+    cases = {name: of for name, of in run.items() if name != "example"}
+    tokens = list(max((of["prices"] for of in cases.values()), key=len))
+    for name, of in cases.items():
+        ratios = (of["prices"].get(count) for count in tokens)
+        cells = [f"{price['ratio']:.2f}" if price else "–" for price in ratios]
+        rows.append([name, *map(_ranges, of["same_bits"].values()), *cells])
+    head = [f"{int(count):,} {'token' if count == '1' else 'tokens'}" for count in tokens]
+    return table(["", "without it", "with it", *head], rows)
+
+
+def _ranges(parts: list[list[int]]) -> str:
+    """Numbers in parts, as ranges; "all" if there is one."""
+    if len(parts) == 1:
+        return "all"
+    return "; ".join(
+        f"{part[0]:,} to {part[-1]:,}" if len(part) > 1 else f"{part[0]:,}" for part in parts
+    )
+
+
 def fuzz() -> str:
     """How much was fuzzed, by op and path: cases of distinct programs."""
     results = record("fuzz")["results"]
@@ -804,6 +826,7 @@ def mutants() -> str:
 # Records whose date and GPU stand below a table.
 PLACES = "layer matmuls router eight_bits learning quantize group_offset gpt_oss stress flags scans"
 PLACES += " numerics layer_memory float32 start serve gallery adopting decode_rivals decode_nvfp4"
+PLACES += " same_bits"
 
 TABLES: dict[str, Callable[[], str]] = {
     **{name: functools.partial(of_rows, name) for name in ROWS},
@@ -848,6 +871,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode": decode,
     "decode_rivals": decode_rivals,
     "decode_nvfp4": decode_nvfp4,
+    "same_bits": same_bits,
     "serve": serve,
     "against": against,
     "single_ops": single_ops,
