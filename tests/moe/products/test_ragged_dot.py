@@ -32,7 +32,6 @@ def test_bias(implementation):
     np.testing.assert_array_equal(d_weights, [6, 15, 15, 0])
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", PATHS)
 def test_eight_bits_by_default_stay_eight(implementation):
     """Sums past the largest number of 8 bits become what JAX's cast makes of them."""

@@ -46,7 +46,6 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["rows and columns", "blocks"])
 def test_no_derivative(way):
     rows, weights = WAYS[way]
@@ -66,7 +65,6 @@ def test_no_derivative(way):
         jax.grad(of_weights)(weights.scales)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", [(1, 1, None), (1, None, 1)])
 def test_scales_of_columns_are_not_those_of_the_depth(block):
     """Square weights, where both have the same shape."""

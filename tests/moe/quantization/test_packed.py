@@ -49,7 +49,6 @@ def test_every_number_of_e2m1_and_halves_to_even():
     np.testing.assert_array_equal(dequantized(found)[0], [6, 0, 1, 1, 2, 2, 4, 4, -0.0, -4, 6, -6])
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("to", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_every_power_of_two(to, dtype):

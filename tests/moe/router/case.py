@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,17 +77,15 @@ class Spec:
         return f"{source}scale={self.scale}), " + "bias=bias, " * self.biased
 
     def logits(self, rng: Rng, tokens: int, dtype: Any = np.float32) -> Array:
-        """Some with many equal ones, some with infinities."""
-        kind = rng.integers(6)
+        """Of any size; tokens with equal ones, with some infinities, and with these alone."""
         found = rng.standard_normal((tokens, self.experts), np.float32)
-        found *= np.float32(one_of(rng, (0.01, 1, 5, 30)))
-        if kind == 0:
-            found = np.rint(found)
-        elif kind == 1:
-            found[...] = one_of(rng, (0.0, -0.0, 1.0))
-        elif kind == 2 and self.score != "none":
-            found[rng.random(found.shape) < 0.3] = -np.inf
-            found[: tokens // 4] = -np.inf
+        found *= rng.choice(np.array([0.01, 1, 5, 30], np.float32), (tokens, 1))
+        kinds = rng.integers(10, size=tokens)
+        found[kinds == 0] = np.rint(found[kinds == 0])
+        found[kinds == 1] = one_of(rng, (0.0, -0.0, 1.0))
+        if self.score != "none":
+            found[(kinds == 2)[:, None] & (rng.random(found.shape) < 0.3)] = -np.inf
+            found[kinds == 3] = -np.inf
         if self.score == "none":  # scores, which are not negative
             found = np.minimum(abs(found), 1e3)
         return found.astype(dtype)
@@ -244,6 +243,8 @@ def draw_spec(rng: Rng, experts: int, top_k: int, plain: bool = False) -> Spec:
     return Spec(experts, top_k, score, normalize, scale, groups, not plain and rng.random() < 0.4)
 
 
+LOW = {"low": (20, 60, 90), "lower": (120, 1e9)}
+HARD = (*LOW, "far", "alike", "last", "hostile", "nan", "")
 HOSTILE = np.array(
     [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 1.0 + 2**-23, 1.0 - 2**-24, 1e-45, -1e-45],
     np.float32,
@@ -251,10 +252,10 @@ HOSTILE = np.array(
 
 
 def harden(rng: Rng, logits: Array, spec: Spec, kind: str) -> None:
-    """Makes some logits far below zero, alike but for their last bits, or no numbers."""
+    """Makes logits far below zero, alike but for their last bits, or no numbers."""
     tokens, experts = logits.shape
-    if kind == "low" and spec.score != "none":  # sums of scores that are below the smallest float
-        logits[rng.random(tokens) < 0.5] -= np.asarray(one_of(rng, (20, 60, 90, 1e9)), logits.dtype)
+    if kind in LOW and spec.score != "none":  # scores or their sums are below the smallest float
+        logits -= np.asarray(one_of(rng, LOW[kind]), logits.dtype)
     elif kind == "far":  # sigmoids of zero and of one
         logits *= np.asarray(20, logits.dtype)
     elif kind in ("alike", "last"):  # in reverse order, anywhere, or only where the choice ends
@@ -304,9 +305,9 @@ def route(
 
     def draw(rng: Rng) -> Arrays:
         arrays = {"logits": spec.logits(rng, tokens)}
-        if tokens:
-            any_kind = one_of(rng, ("low", "far", "alike", "last", "hostile", "nan", "", ""))
-            harden(rng, arrays["logits"], spec, kind or any_kind)
+        kinds = itertools.cycle(rng.permutation(HARD))
+        for row, any_kind in zip(arrays["logits"], kinds, strict=False):
+            harden(rng, row[None], spec, kind or any_kind)
         with np.errstate(over="ignore"):
             arrays["logits"] = arrays["logits"].astype(dtype)
         if biased:

@@ -92,7 +92,6 @@ def test_what_losses_refuse(call, error, text):
     assert text in str(caught.value)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("experts", [None, jnp.zeros((4, 2), int)])
 def test_a_dtype_that_kernels_lack(experts):
     """Plain JAX takes it; kernels that are asked for do not, also where none would be launched."""
