@@ -42,6 +42,31 @@ def test_gallery_of_a_record(monkeypatch):
     assert figures.where("gallery").startswith("One NVIDIA H200, jax 0.11.2, triton 3.6.0, 2026")
 
 
+def test_rivals_of_the_layer_have_a_dash_where_they_have_no_result(monkeypatch):
+    of = lambda preset, name, ratio, method="bursts": {
+        "preset": preset,
+        "implementation": name,
+        "over_triax": ratio,
+        "peak_bytes": 2.345e9,
+        "seconds_method": method,
+    }
+    results = [
+        of("qwen3-30b", "triax", 1.0),
+        of("qwen3-30b", "dense", 0.75),
+        of("qwen3-30b", "tokamax", 1.5),
+        of("mixtral-8x7b", "triax", 1.0),
+        of("mixtral-8x7b", "ScatterMoE", 1.444, "host-bound"),
+    ]
+    monkeypatch.setattr(figures, "record", lambda name: {"results": results})
+    head, _, *rows = figures.TABLES["layers/others"]().splitlines()
+    assert head == "| shape of | triax | tokamax | ScatterMoE | dense |"
+    assert rows == [
+        "| Qwen3-30B | 1.00 | 1.50 | – | 0.75 |",
+        "| Mixtral 8x7B | 1.00 | – | ≤ 1.44 | – |",
+    ]
+    assert "| 2.35 GB | – |" in figures.TABLES["layers/memory"]()
+
+
 def test_matrix_of_a_record(monkeypatch):
     """A GPU is named where there are measurements with the same JAX and the same Triton."""
     run = {"python": "3.12", "passed": 3570, "skipped": 3, "failed": 1, "written": "2026-11-25"}

@@ -60,6 +60,7 @@ PRESETS = {
     "deepseek-v2-lite": "DeepSeek-V2-Lite",
     "qwen3-30b": "Qwen3-30B",
 }
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven")
 CODEBASES = ("maxtext", "haliax", "jax-llm-examples", "skyrl")
 MOVES = ("permute", "permute+plan", "unpermute", "permute_grad", "unpermute_grad")
 
@@ -708,32 +709,50 @@ def elsewhere() -> str:
     return table(["Mixtral 8x7B's experts in", "multiplied by", "time", "times Triax's time"], rows)
 
 
-def _layer_rates(implementation: str) -> str:
-    """The least and the greatest TFLOP/s of the whole layer."""
-    rates = [r["teraflops_per_second"] for r in find(implementation, "layer", op="layer")]
-    return f"{min(rates):.0f} to {max(rates):.0f}"
+def _layers(implementation: str, field: str, shown: str = "{:.2f}") -> str:
+    """The least and the greatest figure of the whole layer."""
+    found = [r[field] for r in find(implementation, "layers_rivals")]
+    return f"{shown.format(min(found))} to {shown.format(max(found))}"
+
+
+def _layer_rates() -> str:
+    return _layers("triax", "teraflops_per_second", "{:.0f}")
 
 
 def front() -> str:
     """Two figures for the front page, both against what JAX has."""
     times = record("adopting")["results"]["maxtext"]["Mixtral 8x7B, 8,192 tokens"]
     before, after = (times[way]["ms"] for way in ("original", "patched"))
-    (device,) = {record(name)["device"] for name in ("layer", "adopting")}
-    *names, last = dict.fromkeys(PRESETS[r["preset"]] for r in find("triax", "layer", op="layer"))
+    (device,) = {record(name)["device"] for name in ("layers_rivals", "adopting")}
+    *names, last = dict.fromkeys(PRESETS[r["preset"]] for r in find(source="layers_rivals"))
+    sonic, torch = (_layers(name, "over_triax") for name in ("SonicMoE", "torch grouped_mm"))
     return (
-        f"- **{_layer_rates('triax')} TFLOP/s** for a whole MoE layer, forward and backward, in "
-        f"the shapes of {', '.join(names)} and {last}. With "
-        f"`jax.lax.ragged_dot` it is {_layer_rates('jax.lax.ragged_dot')} TFLOP/s.\n"
+        f"- **{_layer_rates()} TFLOP/s** for a whole MoE layer, forward and backward, in the "
+        f"shapes of {', '.join(names)} and {last}. SonicMoE takes {sonic} times as long, torch's "
+        f"`grouped_mm` {torch} times.\n"
         f"- **{before / after:.1f} times as fast** in MaxText: the MoE block of Mixtral, 8,192 "
         f"tokens, forward and backward, takes {after:.1f} ms; with MaxText's own `ragged_dot` "
         f"{before:.1f}.\n\nBoth were measured on one {device}, in bfloat16.\n"
     )
 
 
+def layers_rivals(field: str, shown: str, scale: float = 1.0) -> str:
+    """A figure of the layer by Triax and by others; a dash stands for what has no result."""
+    rows: dict[str, dict[str, str]] = {}
+    for r in record("layers_rivals")["results"]:
+        bound = "≤ " if field == "over_triax" and r["seconds_method"] == "host-bound" else ""
+        cells = rows.setdefault(PRESETS[r["preset"]], {})
+        cells[r["implementation"]] = bound + shown.format(scale * r[field])
+    names = [*dict.fromkeys(name for cells in rows.values() for name in cells)]
+    names.sort(key=lambda name: (name == "dense", name != "triax"))
+    shapes = [[shape, *(cells.get(name, "–") for name in names)] for shape, cells in rows.items()]
+    return table(["shape of", *names], shapes)
+
+
 def ragged_dot_rates() -> str:
     """The TFLOP/s of a layer with `jax.lax.ragged_dot`, by the number of experts."""
     rates: dict[int, list[float]] = {}
-    for r in find("jax.lax.ragged_dot", "layer", op="layer"):
+    for r in find("jax.lax.ragged_dot", "layers_rivals"):
         rates.setdefault(r["experts"], []).append(r["teraflops_per_second"])
     shown = [
         (experts, " and ".join(f"{rate:.0f}" for rate in sorted(found)))
@@ -824,9 +843,9 @@ def mutants() -> str:
 
 
 # Records whose date and GPU stand below a table.
-PLACES = "layer matmuls router eight_bits learning quantize group_offset gpt_oss stress flags scans"
-PLACES += " numerics layer_memory float32 start serve gallery adopting decode_rivals decode_nvfp4"
-PLACES += " same_bits"
+PLACES = "layers_rivals matmuls router eight_bits learning quantize group_offset gpt_oss stress"
+PLACES += " flags scans numerics layer_memory float32 start serve gallery adopting decode_rivals"
+PLACES += " decode_nvfp4 same_bits"
 
 TABLES: dict[str, Callable[[], str]] = {
     **{name: functools.partial(of_rows, name) for name in ROWS},
@@ -864,7 +883,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "adopting": adopting,
     "elsewhere": elsewhere,
     "front": front,
-    "rates": lambda: _layer_rates("triax"),
+    "layers/others": lambda: layers_rivals("over_triax", "{:.2f}"),
+    "layers/memory": lambda: layers_rivals("peak_bytes", "{:.2f} GB", 1e-9),
+    "rates": _layer_rates,
     "rates/ragged_dot": ragged_dot_rates,
     **{f"adopting/{key}": functools.partial(adopting_times, key) for key in CODEBASES},
     **{f"adopting_tests/{key}": functools.partial(adopting_tests, key) for key in CODEBASES},

@@ -68,7 +68,7 @@ def layers(results: list[Result], origin: str) -> Any:
         return None
     names = [*dict.fromkeys(name for of_model in found.values() for name in of_model)]
     names.sort(key=lambda name: name == DENSE)  # the limit comes last
-    labels = {OWN: "the layer by Triax", DENSE: "its products alone, as dense matmuls: a limit"}
+    labels = {OWN: "Triax", DENSE: "its products alone, as dense matmuls: a limit"}
     height = 0.8 / len(names)
     inches = 0.25 + 0.15 * len(names)  # of a model
     figure = Figure(figsize=(7.5, 1.7 + inches * len(found)), layout="constrained")
@@ -78,7 +78,7 @@ def layers(results: list[Result], origin: str) -> Any:
     axes = figure.subplots()
     for place, name in enumerate(names):
         shown = [(y, values[name]) for y, values in enumerate(found.values()) if name in values]
-        label = labels.get(name, f"the layer with {name}")
+        label = labels.get(name, name)
         at = [y + height * (place + 0.5) - 0.4 for y, _ in shown]
         color = INK if name == DENSE else PALETTE[place]
         bars = axes.barh(at, [rate for _, rate in shown], 0.9 * height, color=color, label=label)

@@ -53,8 +53,8 @@ def test_bars_of_layers_begin_at_zero():
         for text, bar in zip(figure.legends[0].get_texts(), axes.patches, strict=True)
     }
     assert shown == {
-        "the layer by Triax": 600.0,
-        "the layer with a competitor": 300.0,
+        "Triax": 600.0,
+        "a competitor": 300.0,
         "its products alone, as dense matmuls: a limit": 700.0,
     }
     assert {bar.get_x() for bar in axes.patches} == {0}
