@@ -45,7 +45,7 @@ def gluon_kernel(x_ptr, out_ptr, n, BLOCK: gl.constexpr, WARPS: gl.constexpr):
     gl.store(out_ptr + offsets, gl.load(x_ptr + offsets, mask=mask) * 2, mask=mask)
 
 
-def call(kind, x, **options):
+def call(kind, x, tf32=False, **options):
     """2 * x; for the host kinds padded to whole tiles by the descriptor's padding."""
     m, n = x.shape
     block = (16, 32)
@@ -67,7 +67,7 @@ def call(kind, x, **options):
             x, m=m, n=n, BM=16, BN=32, kernel=device_kernel, out_type=x, grid=grid, **options
         )
     descriptor = triax.TensorDescriptor.from_array(
-        x, block, padding="nan" if kind == "host_nan" else "zero"
+        x, block, padding="nan" if kind == "host_nan" else "zero", round_f32_to_tf32=tf32
     )
     if kind == "output":
         out_type = jax.ShapeDtypeStruct(grid, x.dtype), jax.ShapeDtypeStruct(x.shape, x.dtype)

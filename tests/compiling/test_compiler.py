@@ -22,7 +22,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import FileCacheManager
 
-import triax
 from tests import kernels
 from tests.cases import blockwise, tuple_of_arrays
 from tests.cases import cuda_calls as lower
@@ -359,37 +358,24 @@ class TestWhatAKernelNames:
             lower(lambda x: copy(x, kernel=first.calling_kernel, num_warps=1), X)
 
 
-@pytest.mark.slow("Triton is the same, and most of its time is Triton's")
-def test_too_much_shared_memory_is_said_before_the_launch():
-    def f(a, b):
-        return triax.triton_call(
-            a,
-            b,
-            m=256,
-            n=256,
-            k=256,
-            BM=64,
-            BN=64,
-            BK=64,
-            num_stages=9,  # eight pairs of 8 KiB tiles in flight
-            kernel=kernels.matmul_kernel,
-            out_type=jax.ShapeDtypeStruct((256, 256), a.dtype),
-            grid=(4, 4),
-            compute_capability=89,
-        )
-
-    a = np.zeros((256, 256), jnp.bfloat16)
-    with pytest.raises(
-        CompilationError, match=r"bytes of shared memory per block.*capability 89 has 101376"
-    ):
-        lower(f, a, a)
-
-
-def test_a_kernel_may_take_all_of_a_block():
-    compiled = types.SimpleNamespace(
-        shared_bytes=101376, num_warps=32, num_ctas=1, profile_scratch_bytes=0
-    )
-    compiled_kernel.check_fits(None, compiled, 89)
+@pytest.mark.parametrize(
+    ("capability", "most", "past", "said"),
+    [
+        (89, {"shared_bytes": 101376}, 101377, "101377 bytes of shared memory .* has 101376"),
+        (90, {"shared_bytes": 232448}, 232449, "232449 bytes of shared memory .* has 232448"),
+        (89, {"num_warps": 32}, 33, "33 warps, and a block has at most 32"),
+        (89, {"num_ctas": 1}, 2, "clusters of 2 blocks .* clusters need 90"),
+        (90, {"num_ctas": 8}, 9, "clusters of 9 blocks .* at most 8"),
+        (90, {"profile_scratch_bytes": 0}, 1, "compiled for Triton's profiler"),
+    ],
+)
+def test_what_a_kernel_may_take(capability, most, past, said):
+    fields = {"shared_bytes": 0, "num_warps": 4, "num_ctas": 1, "profile_scratch_bytes": 0} | most
+    launch = types.SimpleNamespace(sanitizer=None)
+    compiled_kernel.check_fits(launch, types.SimpleNamespace(**fields), capability)
+    over = types.SimpleNamespace(**fields | dict.fromkeys(most, past))
+    with pytest.raises(CompilationError, match=said):
+        compiled_kernel.check_fits(launch, over, capability)
 
 
 class TestConfigsThatFail:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 import triton
@@ -143,6 +144,44 @@ def test_another_thread_takes_the_place_of_one_that_is_late():
     threads.join(threads._all)
     assert str(found[0]) == "it was not compiled after 0.3 s"
     assert (found[1], waited) == ("the second", [True])
+
+
+def test_an_interrupt_waits_for_what_is_being_compiled_and_begins_nothing():
+    begun = []
+
+    def compile_(launch):
+        begun.append(launch)
+        time.sleep(0.1 * (launch > 0))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.each(compile_, range(20), on_each=interrupt, size=2)
+    assert not any(thread.is_alive() for thread in threads._all)
+    assert len(begun) < 10
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_within_a_thread_is_no_result(error):
+    def compile_(launch):
+        raise error
+
+    with pytest.raises(error):
+        threads.each(compile_, ["launch"])
+
+
+def test_threads_that_cannot_be_started_are_asked_for_once(monkeypatch):
+    asked = []
+
+    def refused(thread):
+        asked.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert threads.each(str, [1, 2, 3], size=3) == ["1", "2", "3"]
+    assert len(asked) == 1
+    assert not {*asked} & {*threads._all}  # which are joined at the end
 
 
 FORKS = (

@@ -58,10 +58,20 @@ class Client:
         (True, Client(claims=(0, 1000)), None, agree._CLAIMED_S),
     ],
 )
-def test_what_is_waited_for(able, client, config, waited_s, monkeypatch):
+def test_what_is_waited_for(able, client, config, waited_s, monkeypatch, caplog):
     monkeypatch.setattr(jax_private, "key_value_client", lambda: client)
-    sleep = lambda s: setattr(client, "now", client.now + s)
+    pauses = []
+
+    def sleep(pause):
+        pauses.append(pause)
+        client.now += pause
+
     clock = types.SimpleNamespace(monotonic=lambda: client.now, sleep=sleep)
     monkeypatch.setattr(agree, "time", clock)
     assert agree.settle("key", able=able) == config
-    assert waited_s <= client.now <= waited_s + 0.5
+    assert waited_s <= client.now <= waited_s + 0.25
+    assert len(pauses) < 20 + 4 * waited_s
+    # Who waits for a claimed key says so once, and once more if it waits no longer.
+    claimed = min(client.claims[1], client.publishes or 1000) - client.claims[0]
+    told = caplog.text.count("has not decided on a config of key")
+    assert told == (claimed > 10) + (claimed > agree._CLAIMED_S)

@@ -1,5 +1,6 @@
 """Tuning before the program runs: look-up order, measuring, storing, and what explain says."""
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 import triax
-from tests import kernels
+from tests import descriptors, kernels
 from tests.cases import blockwise, gather
 from tests.primitives import add_in_blocks
 from tests.tuning.conftest import DEVICE, X, add, explain
@@ -26,6 +27,7 @@ from triax.errors import (
     CompilationTimeout,
     SettingError,
     TuningError,
+    VersionError,
 )
 from triax.tuning import agree, measure, policy, store
 from triax.tuning.key import make_key
@@ -35,6 +37,7 @@ from triax.tuning.worker import messages
 
 pytestmark = pytest.mark.cuda_plugin
 
+ELEMENT_TYPES = {"FLOAT32": 7, "TFLOAT32": 11}  # of CUtensorMapDataType
 LABELS = (
     "BLOCK=64, num_warps=1, num_stages=3, num_ctas=1",
     "BLOCK=256, num_warps=2, num_stages=3, num_ctas=1",
@@ -178,6 +181,15 @@ class TestSizes:
             assert call.measured_bytes == 12 * known
         policy.forget()
         assert self.explain(36_001).source == "measured now"
+
+    @pytest.mark.parametrize("sizes", [(1000, 9000), (9000, 1000)])
+    def test_of_two_that_were_measured_the_nearest_counts(self, measurer, sizes):
+        for size in sizes:
+            measurer.times = fastest(LABELS[1 if size == 9000 else 2])
+            self.explain(size)
+        assert chosen(self.explain(2900)) == LABELS[2]
+        assert chosen(self.explain(3100)) == LABELS[1]
+        assert len(measurer.jobs) == 2
 
     def test_from_what_was_measured_not_from_call_to_call(self, measurer):
         self.explain(1000)
@@ -450,6 +462,45 @@ class TestInputs:
         explain(kernel=kernel)
         (job,) = measurer.jobs
         assert (job.buffers[2].pattern, job.buffers[2].restored) == (b"\0", True)
+
+    @pytest.mark.parametrize(
+        ("padding", "tf32", "element"), [("zero", False, "FLOAT32"), ("nan", True, "TFLOAT32")]
+    )
+    def test_what_the_worker_is_told_of_a_descriptor(self, measurer, padding, tf32, element):
+        configs = [triton.Config({"BM": 16, "BN": bn}) for bn in (32, 16)]
+        kernel = triton.autotune(configs, key=[])(descriptors.host_kernel)
+
+        def call(x):
+            descriptor = triax.TensorDescriptor.from_array(
+                x,
+                lambda meta: (meta["BM"], meta["BN"]),
+                padding=padding,
+                round_f32_to_tf32=tf32,
+            )
+            how = {"n_cols": 96, "kernel": kernel, "grid": (3, 6)}
+            return triax.triton_call(
+                descriptor, out_type=jax.ShapeDtypeStruct((48, 96), np.float32), **how
+            )
+
+        if tf32 and not versions.TF32_DESCRIPTORS.passes(triton.__version__):
+            pytest.skip("this Triton does not round to tf32")
+        with triax.tuning_mode("auto"), contextlib.suppress(VersionError):  # of older jaxlibs
+            triax.explain(call, np.zeros((35, 44), np.float32))
+        (job,) = measurer.jobs
+        for candidate, width in zip(job.candidates, (32, 16), strict=True):
+            told, *others = candidate.parameters
+            assert told == messages.TensorMapParameter(
+                index=0,
+                element_type=ELEMENT_TYPES[element],
+                itemsize=4,
+                swizzle=3 if width == 32 else 2,
+                shape=(35, 44),
+                strides=(44, 1),
+                block_shape=(16, width),
+                nan_fill=padding == "nan",
+            )
+            assert others == [messages.Pointer(1), messages.Number(96, "i32")]
+            assert candidate.grid == (3, 6, 1)
 
     def test_zeroed_outputs_are_zeroed_before_each_run(self, measurer):
         explain(zeroed_outputs=(0,))

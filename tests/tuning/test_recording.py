@@ -6,9 +6,10 @@ import pytest
 
 import triax
 from tests.tuning.conftest import DEVICE, X, explain
-from triax.tuning import policy, store
+from triax.tuning import agree, policy, store
 
 LABEL = "BLOCK=256, num_warps=2, num_stages=3, num_ctas=1"
+OTHER = "BLOCK=64, num_warps=1, num_stages=3, num_ctas=1"
 
 
 @pytest.fixture
@@ -54,10 +55,18 @@ class TestRecord:
         assert len(records) == 0
         assert repr(records) == "no tuned configs"
 
-    def test_saved_and_found_by_path(self, best, monkeypatch, tmp_path):
+    def test_what_another_process_of_the_job_chose_is_not(self, best, monkeypatch):
+        monkeypatch.setattr(agree, "agree", lambda name, config: OTHER)
+        with triax.record() as records:
+            assert explain().source == "another process of this job"
+        assert len(records) == 0
+
+    def test_saved_and_found_by_path(self, best, monkeypatch, tmp_path, caplog):
         with triax.record() as records:
             explain()
-        records.save(tmp_path / "tuned")
+        (path,) = records.save(tmp_path / "tuned")
+        assert path.parent == tmp_path / "tuned"
+        assert "nothing is saved" not in caplog.text
         forget_all()
         monkeypatch.setenv("TRIAX_CACHE_PATH", str(tmp_path / "tuned"))
         call = explain("strict")

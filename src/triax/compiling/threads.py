@@ -42,6 +42,7 @@ def start(work: Callable[[], None], team: list[threading.Thread]) -> bool:
     except RuntimeError as error:  # too many threads, or the interpreter is about to end
         logger.debug("no thread to compile: %s", error)
         team.remove(thread)
+        _all.remove(thread)
         return False
     return True
 

@@ -101,6 +101,17 @@ def test_more_configs_than_there_is_time_for(driver, caplog):
     assert "tuning kernel: " in caplog.text  # the progress
 
 
+def test_a_second_worker_has_what_is_left(driver, monkeypatch):
+    """The candidates that were not timed, and the rest of the time."""
+    driver(die=[2])
+    send, sent = client.Worker.send, []
+    monkeypatch.setattr(client.Worker, "send", lambda w, job: (sent.append(job), send(w, job))[1])
+    times(make_job(1, 2, 3))
+    assert [[c.grid[0] for c in job.candidates] for job in sent] == [[1, 2, 3], [3]]
+    first, second = (job.budget_s for job in sent)
+    assert 0 < second < first - 0.01 < 20
+
+
 @pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(
     ("what", "grids", "reason"),
