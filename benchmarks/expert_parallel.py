@@ -6,6 +6,8 @@ equal parts, `unpermute`. Times are the host's, of many calls after one another,
 Triax's results are checked before anything is timed. The same is timed where all tokens choose
 experts of one GPU, for which there is no such way by hand: parts are not equal.
 
+"all_to_all" is what Triax does where no kernel can write to the other GPUs.
+
 Of 8-bit tokens with their scales `dispatch` alone is timed, against bfloat16.
 
 The layer with its experts spread over the GPUs is profiled, in one part and with its tokens in two,
@@ -18,9 +20,11 @@ tokens. The record is `expert_parallel_N.json`, of N GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -32,39 +36,43 @@ from benchmarks.harness import inputs, record
 from benchmarks.harness.inputs import LAYERS
 from benchmarks.harness.timing import kernels, wall_ms
 from triax import moe
+from triax.moe.expert_parallel import exchange
 
 TOKENS, EXPERTS = 16384, 256
 _, HIDDEN, _, TOP_K, WIDTH = LAYERS["deepseek-v3"]
 ROUTER = moe.Router(TOP_K, normalize=True)
 LAYER_EXPERTS = 64  # of the whole layer: what the GPUs can hold with gradients
 CALLS = 8
-WAYS = {
-    "triax": {},
-    "padded": {"exchange": "padded"},
-    "ragged": {"exchange": "ragged"},
-}
+WAYS = "triax", "all_to_all"  # by the kernel, and as on GPUs that cannot write to each other
 AXIS = "expert"
 
 
-def exchange(rows):
+def swap(rows):
     return jax.lax.all_to_all(rows, AXIS, split_axis=0, concat_axis=0, tiled=True)
 
 
 def by_hand(x, weights, experts):
     """One row per (token, expert), as if every GPU got as many."""
     plan = moe.make_plan(experts, EXPERTS)
-    rows = exchange(moe.permute(x, plan))
-    rows = exchange(jax.lax.optimization_barrier(rows))
+    rows = swap(moe.permute(x, plan))
+    rows = swap(jax.lax.optimization_barrier(rows))
     return moe.unpermute(rows, plan, weights)
 
 
-def by_triax(**options):
+def by_triax(most=None):
     def run(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, **options)
+        sent = moe.dispatch(x, weights, experts, EXPERTS, AXIS, num_rows=most)
         rows = jax.lax.optimization_barrier(sent.rows)
         return moe.combine(rows, sent.plan, weights=sent.weights)
 
     return run
+
+
+def way_of(name):
+    """A context in which programs are lowered to exchange in this way."""
+    if name != "all_to_all":
+        return contextlib.nullcontext()
+    return mock.patch.object(exchange, "_between_gpus", return_value=None)
 
 
 def num_rows(tokens):
@@ -84,13 +92,13 @@ def with_gradients(function, fixed=0):
     return run
 
 
-def layer(exchange, parts):
+def layer(parts):
     """The layer, one part of the tokens after the other."""
 
     def run(x, logits, w_gate_up, w_down):
         weights, experts = moe.route(logits, ROUTER)
-        how = {"num_rows": num_rows(len(x)), "exchange": exchange}
-        sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, **how)
+        rows = num_rows(len(x))
+        sent = moe.dispatch(x, weights, experts, LAYER_EXPERTS, AXIS, num_rows=rows)
         h = moe.glu(moe.ragged_dot(sent.rows, w_gate_up, sent.group_sizes), sent.weights)
         y = moe.ragged_dot(h, w_down, sent.group_sizes)
         return moe.combine(y, sent.plan, weights=None)
@@ -115,7 +123,7 @@ def profile_ms(program, *operands):
     spans = {True: [], False: []}
     for name, start, end in kernels(program, *operands, calls=CALLS):
         name = name.lower().replace("_", "")
-        spans["nccl" in name or "raggedalltoall" in name].append((start, end))
+        spans["nccl" in name or "exchangerows" in name].append((start, end))
     exchange, work = (length(found) * 1e-6 / CALLS for found in (spans[True], spans[False]))
     either = length(spans[True] + spans[False]) * 1e-6 / CALLS
     return {"exchange": exchange, "work": work, "both": exchange + work - either}
@@ -164,7 +172,10 @@ def measure():
 
     def compare(functions, *operands):
         """Their times, and their shares of the last one's."""
-        times = {key: time_ms(on_all(function), *operands) for key, function in functions.items()}
+        times = {}
+        for key, function in functions.items():
+            with way_of(key):
+                times[key] = time_ms(on_all(function), *operands)
         *_, by_hand_ms = times.values()
         return {key: {"ms": ms, "ratio": ms / by_hand_ms} for key, ms in times.items()}
 
@@ -173,33 +184,36 @@ def measure():
         record.check(name, on_all(function)(x, *operands), x, 0.02)
 
     rows = num_rows(TOKENS)
-    functions = {name: by_triax(num_rows=rows, **options) for name, options in WAYS.items()}
+    functions = {name: by_triax(rows) for name in WAYS}
     for name, function in functions.items():
-        check(name, function, weights, experts)
+        with way_of(name):
+            check(name, function, weights, experts)
     functions["by hand"] = by_hand
     yield "forward", compare(functions, x, weights, experts)
     functions = {name: with_gradients(function, fixed=1) for name, function in functions.items()}
     yield "forward and backward", compare(functions, x, weights, experts, gradient)
     all_to_one = route(normal(7, count * TOKENS, EXPERTS // count, dtype="float32"))
-    for way in ("padded", "ragged"):
-        name = f"all tokens to one GPU, {way}"
-        function = by_triax(exchange=way)
-        check(name, function, *all_to_one)
+    for way in WAYS:
+        name, function = f"all tokens to one GPU, {way}", by_triax()
         both = with_gradients(function, fixed=1)
-        forward_ms = time_ms(on_all(function), x, *all_to_one)
-        both_ms = time_ms(on_all(both), x, *all_to_one, gradient)
+        with way_of(way):
+            check(name, function, *all_to_one)
+            forward_ms = time_ms(on_all(function), x, *all_to_one)
+            both_ms = time_ms(on_all(both), x, *all_to_one, gradient)
         yield name, {"forward_ms": forward_ms, "forward_and_backward_ms": both_ms}
     yield "dispatch of 8 bits", measure_8_bits(on_all, x, weights, experts)
     rows = normal(3, count * count * TOKENS, HIDDEN)
-    yield "exchange_of_tokens_ms", time_ms(on_all(exchange), rows)
+    yield "exchange_of_tokens_ms", time_ms(on_all(swap), rows)
 
     gate_up = normal(4, LAYER_EXPERTS, HIDDEN, 2 * WIDTH, scale=HIDDEN**-0.5)
     down = normal(5, LAYER_EXPERTS, WIDTH, HIDDEN, scale=WIDTH**-0.5)
     logits = normal(6, count * TOKENS, LAYER_EXPERTS, dtype="float32")
     operands = x, logits, gate_up, down, gradient
-    for way, parts in itertools.product(("padded", "ragged"), (1, 2)):
-        program = on_all(with_gradients(layer(way, parts)))
-        times = {"ms": time_ms(program, *operands), "profile_ms": profile_ms(program, *operands)}
+    for way, parts in itertools.product(WAYS, (1, 2)):
+        program = on_all(with_gradients(layer(parts)))
+        with way_of(way):
+            times = {"ms": time_ms(program, *operands)}
+        times["profile_ms"] = profile_ms(program, *operands)
         yield f"layer in {parts} parts, {way}, forward and backward", times
 
     explicit = jax.make_mesh((count,), (AXIS,), axis_types=(AxisType.Explicit,))

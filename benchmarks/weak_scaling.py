@@ -28,7 +28,9 @@ def main() -> None:
         for direction, what in (("forward and backward", "both directions"), ("forward", "forward"))
         for name, way in WAYS.items()
     }
-    found = [result["layer in 1 parts, ragged, forward and backward"] for result in results]
+    layer = "layer in 1 parts, {}, forward and backward"
+    ways = ["ragged" if "ragged" in result["forward"] else "triax" for result in results]
+    found = [r[layer.format(way)] for r, way in zip(results, ways, strict=True)]
     layers = {
         "all of it": [times["ms"] for times in found],
         "exchange": [times["profile_ms"]["exchange"] for times in found],

@@ -57,13 +57,13 @@ def empty_groups(path: str) -> list[Case]:
     https://github.com/marin-community/marin/issues/8077 and
     https://github.com/openxla/tokamax/pull/1016"""
     product = ragged_dot(path, (16, 64, 32, 4), "bfloat16", given=((8, 0, 8, 0),))
-    return [product, exchange(path, 1, "padded")]
+    return [product, exchange(path, 1)]
 
 
 def latency_hiding(path: str) -> list[Case]:
-    """Ragged exchanges whose first backward pass XLA's latency hiding spoilt:
+    """Exchanges whose first backward pass XLA's latency hiding spoilt:
     https://github.com/marin-community/marin/pull/8081"""
-    return [exchange(path, len(jax.devices()), "ragged", hiding=True)]
+    return [exchange(path, len(jax.devices()), hiding=True)]
 
 
 KNOWN: tuple[Callable[[str], list[Case]], ...] = (
@@ -76,7 +76,7 @@ KNOWN: tuple[Callable[[str], list[Case]], ...] = (
 )
 
 
-def exchange(path: str, devices: int, method: Any, hiding: bool = False) -> Case:
+def exchange(path: str, devices: int, hiding: bool = False) -> Case:
     """Tokens to their experts' devices and back; half of the experts get none."""
     experts, tokens, hidden = 2 * devices, 4 * devices, 16
     mesh = Mesh(np.array(jax.devices()[:devices]), ("e",))
@@ -88,7 +88,6 @@ def exchange(path: str, devices: int, method: Any, hiding: bool = False) -> Case
             ids,
             experts,
             "e",
-            exchange=method,
             implementation=path,  # type: ignore[arg-type]
         )
         out = moe.ragged_dot(sent.rows, w, sent.group_sizes, implementation=path)  # type: ignore[arg-type]

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 from tests.cases import CASES, argsort_then_gather, vector_add
 from tests.moe import test_sharding as cut
 from tests.moe.expert_parallel import test_expert_parallel as expert_parallel
+from tests.moe.expert_parallel import test_processes
 from triax import moe, testing
-from triax.moe.expert_parallel import tokens
+from triax.moe.expert_parallel import exchange
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
 
@@ -91,12 +92,13 @@ def test_each_gpu_alone(mesh, index):
 
 
 @pytest.mark.parametrize("kind", ["not routed", "one device"])
-@pytest.mark.parametrize("way", expert_parallel.WAYS)
+@pytest.mark.parametrize("way", ["the kernel", "all_to_all"])
 def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
-    monkeypatch.setattr(tokens, "_MIN_ROW_BYTES", 32)  # as in the tests without a GPU
-    expert_parallel.forget()
+    monkeypatch.setattr(exchange, "_say_padded", pytest.fail)
+    if way == "all_to_all":
+        monkeypatch.setattr(exchange, "_between_gpus", lambda *_: None)
     o, experts = expert_parallel.operands(kind, 8)
-    on_all = expert_parallel.on_all(mesh, "d", **expert_parallel.WAYS[way])
+    on_all = expert_parallel.on_all(mesh, "d")
 
     def run(function):
         y, pull = jax.vjp(lambda o: function(o, experts), o)
@@ -108,6 +110,14 @@ def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
     results = (jax.jit(run, static_argnums=0)(f) for f in (on_all, expert_parallel.on_one_device))
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     jax.tree.map(close, *results)
+
+
+def test_expert_parallel_of_two_processes_equals_one(mesh, tmp_path):
+    if mesh.size % 2:
+        pytest.skip("needs an even number of GPUs")
+    no_memory_ahead = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has most of it
+    errors = test_processes.compare_with_two_processes(tmp_path, mesh.size, **no_memory_ahead)
+    assert "padded" not in errors
 
 
 @pytest.mark.parametrize("name", cut.WITH_COLUMNS)

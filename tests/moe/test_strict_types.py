@@ -124,10 +124,10 @@ def test_layers_of_other_weights(path, name):
 
 @pytest.mark.sampled(2, 3)
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
-@pytest.mark.parametrize("options", [{"capacity": 4}, {"exchange": "ragged"}], ids=str)
-def test_the_exchange(path, options):
+@pytest.mark.parametrize("capacity", [4, None])
+def test_the_exchange(path, capacity):
     def there_and_back(x, ids):
-        sent = moe.dispatch(x, x[:, :2], ids, 4, "x", **options)
+        sent = moe.dispatch(x, x[:, :2], ids, 4, "x", capacity=capacity)
         return moe.combine(sent.rows, sent.plan, weights=sent.weights)
 
     mesh = Mesh(np.array(jax.devices()[:2]), ("x",))

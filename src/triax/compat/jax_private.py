@@ -187,6 +187,18 @@ def lowering_devices(ctx: Any) -> tuple[Any, ...]:
     return tuple(getattr(context, "device_assignment", None) or ())
 
 
+def manual_mesh(ctx: Any) -> Any | None:
+    """Returns the mesh, with devices, of the `shard_map` around a primitive, or None.
+
+    It is also None if not all axes of the mesh are manual, or if the program is exported.
+    """
+    context = ctx.module_context.axis_context
+    if exported_platforms(ctx) or not lowering_devices(ctx) or not hasattr(context, "mesh"):
+        return None
+    mesh = context.mesh
+    return mesh if {*context.manual_axes} == {*mesh.axis_names} else None
+
+
 def num_partitions(ctx: Any) -> int:
     """Returns the number of devices over which XLA partitions the program; 1 inside `shard_map`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +12,20 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from packaging.version import Version
 
-from triax import moe
-from triax.compat import jax_private
+from tests.cases import cuda_calls
+from triax import devices, moe
+from triax.compat import peer_memory
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.moe.expert_parallel import exchange, tokens
 from triax.testing import assert_same_bits
 
-WAYS = {"slots": {"exchange": "padded"}, "ragged": {"exchange": "ragged"}}
 MESHES = {
     "8": ({"expert": 8}, "expert"),
     "4x2": ({"data": 4, "expert": 2}, "expert"),
     "2x2x2": ({"data": 2, "expert": 2, "tensor": 2}, "expert"),
     "both axes": ({"rows": 4, "columns": 2}, ("rows", "columns")),
 }
+BETWEEN_GPUS = exchange._between_gpus
 EXPERTS, TOP_K, TOKENS, HIDDEN, WIDTH = 16, 3, 9, 20, 12
 COMPILES = pytest.mark.skipif(
     jax.__version__ == "0.11.2" and jax.default_backend() == "cpu",
@@ -33,42 +33,43 @@ COMPILES = pytest.mark.skipif(
 )
 
 
-def forget():
-    """The ops, with which their traces are kept."""
-    for op in (exchange._exchange, tokens._send, tokens._collect):
-        op._calls.cache_clear()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _as_on_a_gpu():
-    """What is between the slices of a ragged exchange may be anything; nobody differentiates it."""
-    emulate = exchange._emulate
+    """Rows are exchanged as the kernel does it; those without a token may be anything."""
 
-    def poison(shape, dtype):  # NaN in tokens, and in what goes with them an expert that exists
-        return jnp.full(shape, jnp.nan if shape[-1] == HIDDEN else 3, dtype)
+    def between_gpus(target, x, moves, axis_name):
+        _, filled, received, capacity, source, row_of, terms, weights = moves
+        if x.size == 0 or capacity == 0:
+            return None
+        if terms is not None:
+            values = jnp.where((terms >= 0)[..., None], x[terms], 0).astype(jnp.float32)
+            values *= 1 if weights is None else jnp.where(terms >= 0, weights, 0)[..., None]
+            x = jnp.sum(values, axis=1).astype(x.dtype)
+        if source is not None:
+            x = jnp.where((source >= 0)[:, None], x[source], jnp.zeros_like(x[:1]))
+        poison = jnp.asarray(77 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.nan, x.dtype)
 
-    def without_derivative(*operands, axis_name):
-        run = jax.custom_jvp(lambda *given: emulate(*given, axis_name=axis_name))
-        run.defjvp(lambda *_: pytest.fail("JAX's derivative of a ragged exchange is used"))
-        return run(*operands)
+        def poisoned(rows, filled):
+            kept = jnp.arange(capacity)[None] < filled[:, None]
+            return jnp.where(kept.reshape(-1, 1), rows, poison)
+
+        rows = poisoned(exchange._padded(poisoned(x, filled), axis_name), received)
+        if row_of is None:
+            return rows
+        terms = jnp.where((row_of >= 0)[..., None], rows[row_of], 0)
+        return jnp.sum(terms, axis=1, dtype=jnp.float32).astype(x.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jnp, "empty", poison)
-        patch.setattr(exchange, "_emulate", without_derivative)
-        patch.setattr(tokens, "_MIN_ROW_BYTES", 32)  # tokens, and not what goes with them
+        patch.setattr(exchange, "_between_gpus", between_gpus)
         forget()
         yield
     forget()
 
 
-@pytest.fixture(
-    params=["ragged", pytest.param("slots", marks=pytest.mark.slow("ragged stands for them"))]
-)
-def options(request):
-    return WAYS[request.param]
-
-
-every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+def forget():
+    """The ops, with which their traces are kept."""
+    for op in (tokens._send, tokens._collect):
+        op._calls.cache_clear()
 
 
 def draw_experts(kind, count):
@@ -115,14 +116,14 @@ def on_one_device(o, experts):
     return moe.unpermute(rows, plan, o["weights"])
 
 
-def on_all(mesh, axis, **options):
+def on_all(mesh, axis):
     tensor = "tensor" if "tensor" in mesh.axis_names else None
     tokens = P(tuple(name for name in mesh.axis_names if name != "tensor"))
     specs = {"x": tokens, "weights": tokens, "up": P(axis, None, tensor), "down": P(axis, tensor)}
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, tokens), out_specs=tokens)
     def run(o, experts):
-        sent = moe.dispatch(o["x"], o["weights"], experts, EXPERTS, axis, **options)
+        sent = moe.dispatch(o["x"], o["weights"], experts, EXPERTS, axis)
         rows = run_experts(sent.rows, sent.group_sizes, o["up"], o["down"])
         y = moe.combine(rows, sent.plan, weights=sent.weights)
         return y if tensor is None else jax.lax.psum(y, tensor)
@@ -131,9 +132,9 @@ def on_all(mesh, axis, **options):
 
 
 @functools.cache
-def program(mesh_name=None, way=None):
+def program(mesh_name=None):
     """Forward and backward, by one device or by all of a mesh."""
-    function = on_one_device if mesh_name is None else on_all(*make_mesh(mesh_name), **WAYS[way])
+    function = on_one_device if mesh_name is None else on_all(*make_mesh(mesh_name))
 
     @jax.jit
     def run(o, experts):
@@ -149,27 +150,25 @@ def make_mesh(name):
     return Mesh(devices, tuple(sizes)), axis
 
 
-def assert_equals_one_device(way, kind, mesh_name):
+def assert_equals_one_device(kind, mesh_name):
     o, experts = operands(kind, 8)
-    results = (run(o, experts) for run in (program(mesh_name, way), program()))
+    results = (run(o, experts) for run in (program(mesh_name), program()))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), *results)
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["uniform", "skewed", "few experts", "not routed", "one device"])
-def test_equals_one_device(way, kind):
-    assert_equals_one_device(way, kind, "8")
+def test_equals_one_device(kind):
+    assert_equals_one_device(kind, "8")
 
 
 @pytest.mark.sampled(0, 3)
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("mesh_name", "kind"),
     [("4x2", "skewed"), ("2x2x2", "uniform"), ("2x2x2", "not routed"), ("both axes", "uniform")],
 )
-def test_equals_one_device_on_meshes_of_more_axes(way, mesh_name, kind):
-    assert_equals_one_device(way, kind, mesh_name)
+def test_equals_one_device_on_meshes_of_more_axes(mesh_name, kind):
+    assert_equals_one_device(kind, mesh_name)
 
 
 def local_mesh(count=4):
@@ -192,16 +191,14 @@ def dispatched(mesh, *arguments, experts=EXPERTS, scales=None, back=False, only=
     return jax.tree.map(np.asarray, run(*arguments, scales))
 
 
-@pytest.mark.sampled(0, 1)
-@every_way
-def test_rows_are_sorted_by_expert_then_device_then_token(options):
+def test_rows_are_sorted_by_expert_then_device_then_token():
     mesh = local_mesh()
     count = 4 * TOKENS
     experts = draw_experts("uniform", count)
     x = np.arange(count, dtype=np.float32)[:, None] + np.zeros((1, 8), np.float32)
     weights = np.arange(experts.size, dtype=np.float32).reshape(experts.shape)
     scales = (x[:, :2] * 2).astype(jnp.bfloat16)
-    out = dispatched(mesh, x, weights, experts, scales=scales, **options)
+    out = dispatched(mesh, x, weights, experts, scales=scales)
     rows_of_device = out.rows.reshape(4, -1, 8)
     sizes = out.group_sizes.reshape(4, -1)
     for device in range(4):
@@ -219,14 +216,13 @@ def test_rows_are_sorted_by_expert_then_device_then_token(options):
 
 
 @pytest.mark.sampled(1, 1)
-@every_way
 @pytest.mark.parametrize("limits", [{"capacity": 2}, {"num_rows": 16}, {"num_rows": 0}])
-def test_what_does_not_fit_is_dropped_and_counted(options, limits):
+def test_what_does_not_fit_is_dropped_and_counted(limits):
     mesh = local_mesh()
     count = 4 * TOKENS
     experts = draw_experts("skewed", count)
     x, ones = (np.ones((count, width), np.float32) for width in (8, TOP_K))
-    out = dispatched(mesh, x, ones, experts, back=True, **limits, **options)
+    out = dispatched(mesh, x, ones, experts, back=True, **limits)
     kept = np.sum(out.plan[:, 0])  # every row that was made adds one to its token
     assert kept == out.weights.sum() == out.group_sizes.sum() < experts.size
     assert out.num_dropped.tolist() == [experts.size - kept] * 4  # each device has the sum
@@ -249,7 +245,7 @@ def test_numbers_of_many_experts_arrive_beside_small_weights():
 def test_room_for_rows_that_nobody_sends_is_zeros(capacity):
     """Kernels leave memory as it is where a plan has no rows: what was freed before has NaN."""
     sent = moe.make_plan(np.array([[0], [2], [2], [-1]], np.int32), 3, capacity=capacity)
-    plan = tokens.padded_plan(sent, capacity)
+    plan = tokens.in_slots(sent, capacity)
     freed = [jnp.full((plan.num_rows, 64), jnp.nan) for _ in range(8)]
     jax.block_until_ready(freed)
     del freed
@@ -264,62 +260,26 @@ def test_a_capacity_keeps_the_first_tokens():
     experts[2::TOKENS, 0] = EXPERTS  # of none, so nothing is dropped
     x = np.arange(4 * TOKENS, dtype=np.float32)[:, None]
     ones = np.ones(experts.shape, np.float32)
-    how = {"capacity": 2, "exchange": "ragged", "only": ["rows", "num_dropped"]}
-    out = dispatched(mesh, x, ones, experts, **how)
+    out = dispatched(mesh, x, ones, experts, capacity=2, only=["rows", "num_dropped"])
     first = np.concatenate([np.arange(d * TOKENS, d * TOKENS + 2) for d in range(4)])
     assert_same_bits(out.rows[: 3 * 8, 0], np.repeat(first, 3).astype(np.float32))
     assert out.num_dropped.tolist() == [4 * (3 * (TOKENS - 2) - 1)] * 4
 
 
-@pytest.mark.parametrize("num_rows", [16, 2**30, 2**31 - 1])
-def test_no_size_leads_outside(num_rows):
-    many = 2**30  # of which sums pass 32 bits
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
-    def plan(counts):
-        made = exchange.plan_slices(counts[0], "d", num_rows)
-        return jax.tree.map(lambda array: array[None], made)
-
-    counts = np.full((4, 4), many, np.int32)
-    counts[:, 1] = 1
-    slices = jax.tree.map(np.asarray, plan(counts))
-    assert slices.sizes.min() >= 0
-    assert slices.targets.min() >= 0
-    assert (slices.targets.astype(np.int64) + slices.sizes).max() <= num_rows
-    assert slices.received_sizes.sum(axis=1).max() <= num_rows
-
-
-def test_no_piece_leads_outside():
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
-    def pieces(goes):
-        sent = moe.make_plan_from_mask(goes, 4)
-        return tokens.ragged_ways(sent, num_rows=13, axis_name="d").pieces
-
-    made = jax.tree.map(np.asarray, pieces(np.ones((4 * TOKENS, 4), bool)))
-    there = made.sizes > 0
-    assert made.sizes.sum() == made.received_sizes.sum() == 4 * 13
-    assert set(made.targets[there]) == set(range(13))
-    assert made.offsets[there].max() < TOKENS
-
-
 @pytest.mark.slow("many programs for one rule")
-def test_scales_of_rows_without_a_token_are_zero(options):
+def test_scales_of_rows_without_a_token_are_zero():
     """Also in an 8-bit float that has no zero."""
     mesh, experts = local_mesh(2), np.zeros((2, 1), np.int32)
     scales = np.ones((2, 1), jnp.float8_e8m0fnu)
     x, weights = np.ones((2, 8), np.float32), np.ones((2, 1), np.float32)
     out = dispatched(
-        mesh, x, weights, experts, experts=2, scales=scales, num_rows=4, only=["scales"], **options
+        mesh, x, weights, experts, experts=2, scales=scales, num_rows=4, only=["scales"]
     )
     words = out.scales.view(np.uint8)
     assert words.ravel().tolist() == [127, 127, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.sampled(0, 1)
-@every_way
-def test_transformations(options):
+def test_transformations():
     mesh, count = local_mesh(), 4 * TOKENS
     experts = draw_experts("uniform", count)
     x, tangent = (jnp.asarray(normal(seed, count, 8)) for seed in (0, 1))
@@ -327,7 +287,7 @@ def test_transformations(options):
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     def layer(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
         return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
 
     def plain(x, weights, experts):
@@ -350,7 +310,7 @@ def test_transformations(options):
 
 @pytest.mark.sampled(0, 1)
 @pytest.mark.parametrize("axes", [(None, None, 0), (None, 0, None)])
-def test_batches_of_some_operands(options, axes):
+def test_batches_of_some_operands(axes):
     count = 2 * TOKENS
     given = normal(0, count, 8), uniform(1, count, TOP_K), draw_experts("uniform", count)
     batches = [
@@ -359,7 +319,7 @@ def test_batches_of_some_operands(options, axes):
 
     @functools.partial(jax.shard_map, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
     def layer(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
         return moe.combine(sent.rows, sent.plan, weights=sent.weights)
 
     plain = lambda x, weights, _: x * jnp.sum(weights, axis=1)[:, None]
@@ -368,14 +328,14 @@ def test_batches_of_some_operands(options, axes):
 
 
 @pytest.mark.slow("many programs for one rule")
-def test_gradients_of_complex_tokens(options):
+def test_gradients_of_complex_tokens():
     count = 2 * TOKENS
     x, experts = np.ones((count, 8), np.complex64), draw_experts("uniform", count)
     weights, factors = uniform(1, *experts.shape), normal(2, count, 8)
 
     @functools.partial(jax.shard_map, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
     def layer(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
         return moe.combine(jnp.imag(sent.rows), sent.plan, weights=sent.weights)
 
     found = jax.jit(jax.grad(lambda x: jnp.sum(layer(x, weights, experts) * factors)))(x)
@@ -383,34 +343,7 @@ def test_gradients_of_complex_tokens(options):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow("many programs for one rule")
-def test_rows_made_for_the_devices_first_are_the_same(monkeypatch):
-    tokens_each = TOKENS - 1  # an even number, for which a piece is added
-    count = 4 * tokens_each
-    x, experts, weights = normal(0, count, 8), draw_experts("skewed", count), uniform(2, count, 3)
-
-    @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
-    def layer(x, weights, experts):
-        how = {"capacity": tokens_each - 2, "exchange": "ragged"}
-        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **how)
-        return sent.rows, moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
-
-    def run():
-        (rows, y), pull = jax.vjp(lambda *given: layer(*given, experts), x, weights)
-        return rows, y, pull((jnp.cos(rows), jnp.sin(y)))
-
-    straight = jax.jit(lambda: run())()
-    with monkeypatch.context() as patch:
-        patch.setattr(tokens, "_MIN_ROW_BYTES", 33)
-        forget()
-        made_first = jax.jit(lambda: run())()
-    forget()
-    jax.tree.map(assert_same_bits, made_first, straight)
-
-
-@pytest.mark.sampled(0, 1)
-@every_way
-def test_a_mesh_of_which_one_axis_is_manual(options):
+def test_a_mesh_of_which_one_axis_is_manual():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("d", "automatic"))
     count = 4 * TOKENS
     x, experts, weights = normal(0, count, 8), draw_experts("uniform", count), uniform(2, count, 3)
@@ -418,7 +351,7 @@ def test_a_mesh_of_which_one_axis_is_manual(options):
 
     @functools.partial(jax.shard_map, mesh=mesh, **specs)
     def layer(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
         return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
 
     plain = lambda x, weights, _: jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
@@ -430,7 +363,7 @@ def test_a_mesh_of_which_one_axis_is_manual(options):
     jax.tree.map(close, found, expected)
 
 
-def beside_an_explicit_axis(options):
+def beside_an_explicit_axis():
     """A mesh, operands, and a layer over one of its axes: the other cuts each array otherwise."""
     kinds = (AxisType.Auto, AxisType.Explicit)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("d", "explicit"), axis_types=kinds)
@@ -441,7 +374,7 @@ def beside_an_explicit_axis(options):
     @functools.partial(jax.shard_map, in_specs=P("d"), out_specs=P("d"), axis_names={"d"})
     def layer(*args):
         args = map(jax.sharding.reshard, args, cuts)
-        sent = moe.dispatch(*args, EXPERTS, "d", **options)
+        sent = moe.dispatch(*args, EXPERTS, "d")
         tokens = moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
         return jax.sharding.reshard(tokens, P())
 
@@ -449,16 +382,14 @@ def beside_an_explicit_axis(options):
 
 
 def test_the_other_axis_of_a_mesh_may_be_explicit():
-    mesh, args, layer = beside_an_explicit_axis(WAYS["ragged"])
+    mesh, args, layer = beside_an_explicit_axis()
     with jax.set_mesh(mesh):
         assert jax.eval_shape(layer, *args).shape == args[0].shape
 
 
-@pytest.mark.sampled(0, 1)
-@every_way
 @COMPILES
-def test_a_mesh_whose_other_axis_is_explicit(options):
-    mesh, (x, weights, experts), layer = beside_an_explicit_axis(options)
+def test_a_mesh_whose_other_axis_is_explicit():
+    mesh, (x, weights, experts), layer = beside_an_explicit_axis()
     plain = lambda x, weights, _: jnp.sin(x) * jnp.sum(weights, axis=1)[:, None]
     with jax.set_mesh(mesh):
         found, expected = (
@@ -470,36 +401,34 @@ def test_a_mesh_whose_other_axis_is_explicit(options):
 
 
 @pytest.mark.slow("many programs for one rule")
-def test_tokens_that_all_devices_share(options):
+def test_tokens_that_all_devices_share():
     mesh, experts = local_mesh(), draw_experts("uniform", TOKENS)
     x = normal(0, TOKENS, 8)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P("d"))
     def layer(x):
-        sent = moe.dispatch(x, jnp.ones(experts.shape), experts, EXPERTS, "d", **options)
+        sent = moe.dispatch(x, jnp.ones(experts.shape), experts, EXPERTS, "d")
         return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
 
     found = jax.jit(jax.grad(lambda x: jnp.sum(layer(x))))(x)
     np.testing.assert_allclose(found, 4 * TOP_K * np.cos(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(0, 2)
-@every_way
-def test_kernels_in_the_interpreter(options):
+def test_kernels_in_the_interpreter():
     mesh = local_mesh(2)
     experts = draw_experts("uniform", 2 * TOKENS) % 4
     x = normal(0, 2 * TOKENS, 16).astype(jnp.bfloat16)
     weights = np.float32(np.arange(experts.size).reshape(experts.shape) % 7 + 1) / 8
     plain, kernels = (
-        dispatched(mesh, x, weights, experts, experts=4, implementation=how, back=True, **options)
+        dispatched(mesh, x, weights, experts, experts=4, implementation=how, back=True)
         for how in ("xla", "interpret")
     )
     jax.tree.map(assert_same_bits, plain, kernels)
 
 
-def test_no_choices(options):
+def test_no_choices():
     x, nothing = normal(0, 8, 8), np.ones((8, 0))
-    out = dispatched(local_mesh(), x, nothing, nothing.astype(int), back=True, **options)
+    out = dispatched(local_mesh(), x, nothing, nothing.astype(int), back=True)
     assert_same_bits(out.plan, np.zeros_like(x))
 
 
@@ -507,57 +436,18 @@ def test_no_choices(options):
     Version(jax.__version__) < Version("0.10.1"),
     reason="XLA of JAX 0.10.0 and older cannot compile it on a CPU",
 )
-def test_no_tokens(options):
+def test_no_tokens():
     out = dispatched(
-        local_mesh(), normal(0, 0, 8), normal(0, 0, 2), np.ones((0, 2), int), back=True, **options
+        local_mesh(), normal(0, 0, 8), normal(0, 0, 2), np.ones((0, 2), int), back=True
     )
     assert out.plan.shape == (0, 8)
     assert not out.group_sizes.any()
 
 
 @pytest.mark.parametrize(
-    ("devices", "processes", "num_bytes", "expected"),
-    [
-        (1, 1, 1 << 25, False),
-        (2, 1, 1 << 25, True),
-        (8, 1, 1 << 25, True),
-        (4, 4, 1 << 25, False),
-        (64, 1, 1 << 25, False),
-        (8, 1, (1 << 25) - 1, False),
-    ],
-)
-def test_defaults(monkeypatch, devices, processes, num_bytes, expected):
-    x = jax.ShapeDtypeStruct((num_bytes, 1), np.int8)
-    job = None if processes == 1 else types.SimpleNamespace(num_processes=processes)
-    monkeypatch.setattr(jax_private, "key_value_client", lambda: job)
-    assert exchange.is_better_ragged(x, devices) == expected
-
-
-@pytest.mark.slow("many programs for one rule")
-@COMPILES
-def test_beside_explicit_axes_exchanges_are_padded(monkeypatch):
-    monkeypatch.setattr(exchange, "_MIN_RAGGED_BYTES", 0)
-    kinds = (jax.sharding.AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((4, 2), ("d", "explicit"), axis_types=kinds)
-    count = 4 * TOKENS
-    x, experts, weights = normal(0, count, 8), draw_experts("uniform", count), uniform(2, count, 3)
-
-    def layer(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
-        return moe.combine(sent.rows, sent.plan, weights=sent.weights)
-
-    specs = {"in_specs": P("d"), "out_specs": P("d"), "axis_names": {"d"}}
-    with jax.set_mesh(mesh):
-        given = jax.device_put((x, weights, experts), P("d"))
-        y = jax.jit(jax.shard_map(layer, mesh=mesh, **specs))(*given)
-    np.testing.assert_allclose(y, x * weights.sum(1)[:, None], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
     ("change", "error", "text"),
     [
         ({"experts": 15}, ArgumentValueError, "`num_experts` must be a multiple of the 4 devices"),
-        ({"exchange": "all"}, ArgumentValueError, "`exchange` must be one of"),
         ({"weights": np.ones((8, 3))}, ArgumentValueError, "same `top_k`"),
         ({"selected": np.ones((8, 2))}, ArgumentTypeError, "`experts`"),
         ({"capacity": -1}, ArgumentValueError, "`capacity`"),
@@ -580,9 +470,9 @@ def test_mistakes(change, error, text):
 
 
 @pytest.mark.parametrize("shape", [(12, 4), (1, 4), (12,), (12, 2, 4)])
-def test_combine_wants_the_rows_of_dispatch(options, shape):
+def test_combine_wants_the_rows_of_dispatch(shape):
     def run(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, 4, "d", num_rows=8, **options)
+        sent = moe.dispatch(x, weights, experts, 4, "d", num_rows=8)
         return moe.combine(jnp.ones(shape), sent.plan, weights=sent.weights)
 
     mesh = local_mesh(2)
@@ -626,9 +516,7 @@ def test_combine_wants_its_plan():
         moe.combine(np.ones((8, 4)), plan, weights=None)
 
 
-@pytest.mark.sampled(0, 1)
-@every_way
-def test_weights_are_those_that_are_passed(options):
+def test_weights_are_those_that_are_passed():
     """Other ones than `dispatch` returned, or none; and their gradient."""
     mesh, count = local_mesh(), 4 * TOKENS
     x, selected = normal(0, count, 8), draw_experts("not routed", count)
@@ -637,7 +525,7 @@ def test_weights_are_those_that_are_passed(options):
     def layer(passed):
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
         def run(x, weights, experts):
-            sent = moe.dispatch(x, weights, experts, EXPERTS, "d", **options)
+            sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
             return moe.combine(jnp.sin(sent.rows), sent.plan, weights=passed(sent.weights))
 
         def whole(x, weights, experts):
@@ -673,3 +561,38 @@ def test_combine_is_told_which_weights(change, error, text):
     function = jax.shard_map(run, mesh=local_mesh(2), in_specs=P("d"), out_specs=P("d"))
     with pytest.raises(error, match=text):
         jax.make_jaxpr(function)(np.ones((4, 4)), np.ones((4, 2)), np.ones((4, 2), int))
+
+
+@pytest.mark.cuda_plugin
+def test_programs_for_gpus_exchange_no_more_than_they_must(monkeypatch):
+    """The weights with the choices, the tokens, and the sums; and gradients of each of them."""
+    rooms = []
+
+    def channel(members, room):
+        rooms.append(room)
+        return peer_memory._Channel({device.id: device.id << 32 for device in members}, room)
+
+    monkeypatch.setattr(peer_memory._host, "channel", channel)
+    monkeypatch.setattr(devices, "is_cuda", lambda _: True)
+    monkeypatch.setattr(devices, "gpus", lambda _: [])
+    count, width = 4 * TOKENS, 24
+
+    @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
+    def layer(x, weights, experts):
+        sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
+        return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
+
+    def squares(*operands):
+        return jnp.sum(layer(*operands) ** 2)
+
+    given = normal(0, count, width), uniform(1, count, TOP_K), draw_experts("uniform", count)
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "_between_gpus", BETWEEN_GPUS)
+        for function, exchanges in ((layer, 3), (jax.grad(squares, (0, 1)), 6)):
+            forget()
+            calls = cuda_calls(function, *given)
+            found = [call for call in calls if call.kernel == "exchange_rows"]
+            readers, writers = 66, 4  # a chunk for each device
+            assert [call.grid for call in found] == [((readers + writers, 1, 1),)] * exchanges
+    forget()
+    assert {*rooms} == {1}

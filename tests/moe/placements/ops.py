@@ -25,11 +25,11 @@ SIZES = (
     ModelSizes(12, 6, 4, 6, 2),
     ModelSizes(7, 5, 3, 6, 3),
 )
-# All devices divide the tokens and the experts. The wide tokens are sent from where they are.
+# All devices divide the tokens and the experts.
 EXCHANGED = (ModelSizes(16, 8, 8, 8, 2), ModelSizes(24, 256, 4, 16, 3))
 
 
-def _exchange(**options: Any) -> Sized:
+def _exchange() -> Sized:
     def made(path: Any, of: ModelSizes) -> Case:
         def draw(rng: Rng) -> Arrays:
             shapes = (of.hidden, of.width), (of.width, of.hidden)
@@ -44,18 +44,18 @@ def _exchange(**options: Any) -> Sized:
         return Case(
             "exchange",
             path,
-            f"exchange(place, {of.experts}, x, weights, ids, w_up, w_down, **options)",
+            f"exchange(place, {of.experts}, x, weights, ids, w_up, w_down)",
             ("tokens", "back", "counts"),
             draw,
             lambda arrays, found: {"back": found["back"]},  # moved there and back
             ("x", "weights", "w_up", "w_down"),
-            {"exchange": exchange, "options": options},
+            {"exchange": exchange},
         )
 
     return made
 
 
-def exchange(place, count, x, weights, ids, w_up, w_down, **options):
+def exchange(place, count, x, weights, ids, w_up, w_down):
     """Expert parallelism over some axes of the mesh, data parallelism over others."""
     if place.mesh is None:
         plan = moe.make_plan(ids, count)
@@ -67,7 +67,7 @@ def exchange(place, count, x, weights, ids, w_up, w_down, **options):
     experts, data = place.exchange_axes
 
     def part(x, weights, ids, w_up, w_down):
-        sent = moe.dispatch(x, weights, ids, count, experts, **options)
+        sent = moe.dispatch(x, weights, ids, count, experts)
         inner = jnp.tanh(moe.ragged_dot(place(sent.rows), w_up, sent.group_sizes))
         out = place(moe.ragged_dot(place(inner), w_down, sent.group_sizes))
         back = moe.combine(jax.lax.stop_gradient(sent.rows), sent.plan, weights=None)
@@ -85,6 +85,5 @@ def exchange(place, count, x, weights, ids, w_up, w_down, **options):
 
 OPS: dict[str, Sized] = {
     **SIZED,
-    "exchange, padded": _exchange(exchange="padded"),
-    "exchange, ragged": _exchange(exchange="ragged"),
+    "exchange": _exchange(),
 }

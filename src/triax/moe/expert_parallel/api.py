@@ -10,7 +10,7 @@ In: a device's own tokens. Out: the rows of its own experts, sorted by expert, a
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from triax.moe.expert_parallel.arrivals import (
     combined,
     exchanged,
 )
-from triax.moe.expert_parallel.exchange import ExchangeMethod
 from triax.moe.permutation.ops import as_known_words
 from triax.moe.quantization.scaled import DTYPES, ScaledArray, of_rows, tokens
 from triax.moe.shared import arguments
@@ -46,7 +45,6 @@ def dispatch(
     capacity: int | None = None,
     num_rows: int | None = None,
     scales: Array | None = None,
-    exchange: ExchangeMethod | None = None,
     implementation: Implementation | None = None,
 ) -> Dispatched:
     """Sends each token to the devices that hold its experts, and sorts what arrives by expert.
@@ -65,11 +63,11 @@ def dispatch(
 
     The host reads no counts, and no shape depends on one. Gradients travel the same way back.
 
-    There are two ways to exchange. "padded" is `all_to_all`: every pair of devices exchanges room
-    for `capacity` tokens, full or not. "ragged" is `ragged_all_to_all`: only the tokens there are.
-    "ragged" is the default on two to eight devices of one process with 32 MiB of tokens or more on
-    each, unless the mesh also has explicit axes. Elsewhere XLA or JAX may refuse it, and smaller
-    exchanges are faster padded.
+    Between the GPUs of one host, of one process or of several, a kernel writes each token straight
+    into the other GPU's memory, and waits for the others' tokens. It needs `cuda-bindings`, and a
+    `shard_map` over all axes of the mesh. If a process of the job ends, the programs of the others
+    end with an error. Elsewhere `all_to_all` exchanges room for `capacity` tokens, full or not,
+    between any two devices.
 
     Args:
       x: [tokens, hidden], this device's tokens, of any dtype that `permute` takes. A `ScaledArray`
@@ -79,14 +77,13 @@ def dispatch(
       num_experts: the number of experts on all devices, a multiple of the axis' size.
       axis_name: the mesh axis, or a tuple of axes.
       capacity: at least 1: the most tokens that a device sends to any one device; None for no
-        limit. The first `capacity` tokens are sent there, the others are not. Exchange "padded"
-        moves room for `capacity` tokens.
+        limit. The first `capacity` tokens are sent there, the others are not. A device's memory has
+        room for `capacity` tokens of each device.
       num_rows: the number of rows on each device; pairs that do not fit are dropped. None for
         enough rows in the worst case, in which all tokens choose experts of one device:
         ``D * capacity * top_k``, where D is the number of the axis' devices, and `capacity` is
         all tokens if it is None. The time of matmuls does not depend on it.
       scales: [tokens, scales], sent along: the scales of quantized tokens.
-      exchange: "padded" or "ragged", as above; None chooses.
       implementation: None picks by the program's platform: Triton kernels on CUDA, plain JAX
         elsewhere. "triton", "interpret" (the kernels, interpreted on the CPU) and "xla" insist.
 
@@ -128,7 +125,6 @@ def dispatch(
         capacity = arguments.integer("capacity", capacity, 1)
     if num_rows is not None:
         num_rows = arguments.integer("num_rows", num_rows, 0)
-    arguments.check_choice("exchange", exchange, (None, *get_args(ExchangeMethod)))
     implementations.check(implementation, x=x, weights=weights, scales=scales)
     sent = exchanged(
         x,
@@ -139,7 +135,6 @@ def dispatch(
         capacity=capacity,
         num_rows=num_rows,
         scales=scales,
-        exchange=exchange,
         implementation=implementation,
     )
     sent = by_expert(sent, implementation)

@@ -10,15 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from triax import messages
-from triax.moe.expert_parallel.exchange import ExchangeMethod, is_better_ragged
-from triax.moe.expert_parallel.tokens import (
-    Ways,
-    collect,
-    home_in_8_bits,
-    padded_plan,
-    ragged_ways,
-    send,
-)
+from triax.moe.expert_parallel.exchange import Ways
+from triax.moe.expert_parallel.tokens import collect, home_in_8_bits, in_slots, send
 from triax.moe.permutation.ops import permute, unpermute, weights_by_slot
 from triax.moe.plans.ops import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
@@ -37,14 +30,13 @@ class DispatchPlan:
     """How rows come back; made by `dispatch` for `combine`.
 
     Attributes:
-      ways: the exchange in both directions; the groups of its plan are devices. A `Plan` alone for
-        padded exchanges.
+      ways: which tokens go to which device, and how many come from each.
       received: the plan of the received tokens, whose groups are this device's experts.
       axis_name: the mesh axis.
       num_rows: the rows made on each device.
     """
 
-    ways: Ways | Plan
+    ways: Ways
     received: Plan
     axis_name: Any
     num_rows: int
@@ -93,7 +85,6 @@ def exchanged(
     capacity: int | None = None,
     num_rows: int | None = None,
     scales: jax.Array | None = None,
-    exchange: ExchangeMethod | None = None,
     implementation: Implementation | None,
 ) -> Dispatched:
     """Runs `dispatch` up to the sort by expert, with checked arguments: `experts` are int32.
@@ -104,7 +95,7 @@ def exchanged(
     num_local = num_experts // num_devices
     num_tokens, top_k = experts.shape
     capacity = num_tokens if capacity is None else min(capacity, num_tokens)
-    ragged = is_better_ragged(x, num_devices) if exchange is None else exchange == "ragged"
+    can_drop = capacity < num_tokens or num_rows is not None
     if num_rows is None:
         # A token may name an expert twice: `top_k` bounds its rows, not the device's experts.
         num_rows = arguments.integer("num_rows", num_devices * capacity * top_k, 0)
@@ -116,13 +107,10 @@ def exchanged(
     devices = jnp.arange(num_devices, dtype=jnp.int32)[None, None, :]
     needed = jnp.any(device_of[:, :, None] == devices, axis=1)
     sent = make_plan_from_mask(needed, min(top_k, num_devices), capacity=capacity, **path)
-    room = num_devices * capacity
-    ways: Ways | Plan = (
-        ragged_ways(sent, room, axis_name) if ragged else padded_plan(sent, capacity)
-    )
+    ways = Ways.of(in_slots(sent, capacity), axis_name, implementation)
 
     def to_devices(array: jax.Array) -> jax.Array:
-        return send(array, ways, room, axis_name, **path)
+        return send(array, ways, axis_name, **path)
 
     # Experts are numbered from 1, so that zeros in rows without a token mean no expert. The numbers
     # are exact in float32, and so travel with the weights.
@@ -137,6 +125,10 @@ def exchanged(
         num_rows=num_rows,
         **path,
     )
+    arrived = jnp.any(here_experts >= 0, axis=1).reshape(num_devices, capacity)
+    ways = ways._replace(
+        filled=sent.group_filled, received=jnp.sum(arrived, axis=1, dtype=jnp.int32)
+    )
     here_scales = None if scales is None else to_devices(scales)
     num_dropped = received.num_dropped
     if capacity < num_tokens:
@@ -150,7 +142,7 @@ def exchanged(
         here_scales,
         received.group_sizes,
         received.group_counts,
-        jax.lax.psum(num_dropped, axis_name),
+        jax.lax.psum(num_dropped, axis_name) if can_drop else jnp.zeros((), jnp.int32),
         DispatchPlan(ways, received, axis_name, num_rows),
     )
 
@@ -164,12 +156,11 @@ def combined(
     implementation: Implementation | None,
 ) -> jax.Array:
     """Runs `combine` with checked arguments; `dtype` is what rows are rounded to on their way."""
-    ways, axis_name = plan.ways, plan.axis_name
     if weights is not None:
         weights = weights_by_slot(weights, plan.received, implementation)
-    rows = unpermute(rows, plan.received, weights, implementation=implementation)
+    path: dict[str, Any] = {"implementation": implementation}
     if dtype is None:
-        return collect(rows, ways, axis_name, implementation=implementation)
-    here = home_in_8_bits(rows, ways, axis_name, dtype, implementation)
-    sent = ways if isinstance(ways, Plan) else ways.sent
-    return unpermute(here, sent, implementation=implementation)
+        return collect(rows, weights, plan.received, plan.ways, plan.axis_name, **path)
+    sums = unpermute(rows, plan.received, weights, **path)
+    here = home_in_8_bits(sums, plan.ways, plan.axis_name, dtype, implementation)
+    return unpermute(here, plan.ways.sent, **path)

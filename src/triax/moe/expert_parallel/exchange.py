@@ -1,201 +1,203 @@
-"""Exchanges rows between all devices of a mesh axis, padded or ragged.
+"""Exchanges rows between all devices of a mesh axis, in slots of equal size.
 
-`padded` exchanges slots of equal size, full or not. `ragged` exchanges slices whose sizes only the
-devices know; `Slices` says where they lie on both sides. `move` exchanges `Pieces`, which may lie
-anywhere. All run inside `jax.shard_map`.
+Of an array [devices * capacity, ...] each device has a slot of `capacity` rows. An exchange sends
+slot d to device d, where slots are by sender. Between the GPUs of one host a kernel sends the rows
+that are filled, straight from where they are; elsewhere `all_to_all` exchanges whole slots. All run
+inside `jax.shard_map`.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+import logging
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from triax.compat import jax_private
-from triax.moe.shared.arrays import running_sum
-from triax.moe.shared.ops import Call, Op
-from triax.sharding import linear
-from triax.sharding.explicit import explicit_mesh
+from triax.compat import peer_memory
+from triax.moe.expert_parallel import launchers
+from triax.moe.expert_parallel.launchers import Moves
+from triax.moe.permutation.configs import MAX_UNROLLED_SLOTS
+from triax.moe.permutation.ops import permute, sum_rows, unpermute
+from triax.moe.plans.reference import Plan
+from triax.moe.shared import implementation as implementations
+from triax.moe.shared.implementation import Implementation
+from triax.moe.shared.target import Target, for_target
 
-ExchangeMethod = Literal["padded", "ragged"]
-# The most GPUs, all of one process, that XLA's kernel for ragged exchanges supports; with more XLA
-# of JAX 0.11 wants flags, or stops with an error.
-_MOST_GPUS = 8
-# The fewest bytes of a device's tokens for a ragged exchange, which first needs more messages: on
-# two H200s 15 MB go there and back in 0.38 ms padded and 0.45 ragged, 59 MB in 1.19 and 1.11.
-_MIN_RAGGED_BYTES = 1 << 25
-
-# XLA's kernel gives each slice a small part of the GPU. Two H100s took 91 ms to exchange 0.47 GB in
-# one slice for each peer, 1.36 ms in 512 pieces, and 0.95 ms by `all_to_all`. On four H200s 256 to
-# 2,048 pieces are equally fast.
-_PIECES = 512
+logger = logging.getLogger(__name__)
 
 
-def is_better_ragged(x: jax.Array, num_devices: int) -> bool:
-    """Whether a ragged exchange of the tokens `x` is possible, and faster."""
-    job = jax_private.key_value_client()  # `jax.process_count` would start a backend
-    local = 1 < num_devices <= _MOST_GPUS and (job is None or job.num_processes == 1)
-    # Ragged exchanges have not been tried on GPUs beside explicit axes.
-    return local and x.size * x.dtype.itemsize >= _MIN_RAGGED_BYTES and explicit_mesh(x) is None
-
-
-class Slices(NamedTuple):
-    """The slices that one device sends and receives, one for each device; int32 [devices].
+class Ways(NamedTuple):
+    """Who sends how many tokens to whom.
 
     Attributes:
-      offsets: the first row of each slice on the sender.
-      sizes: the number of rows of each slice.
-      targets: the first row of each slice on the receiver.
-      received_offsets, received_sizes, received_from: for the slices from each device, the first
-        row on this device, the number of rows, and the first row on the sender.
+      position: int32 [1], this device's position along the axis. It differs on all devices, and so
+        do the results of all ops that take it, though tokens and plan may be the same on all.
+      sent: the plan of this device's tokens, whose groups are the slots of the receiving devices.
+      source: int32 [rows], the token of each row of the plan; -1 for a row without one.
+      filled: int32 [devices], how many rows of each slot are sent, from its start.
+      received: int32 [devices], how many rows come from each device.
     """
 
-    offsets: jax.Array
-    sizes: jax.Array
-    targets: jax.Array
-    received_offsets: jax.Array
-    received_sizes: jax.Array
-    received_from: jax.Array
+    position: jax.Array
+    sent: Plan
+    source: jax.Array
+    filled: jax.Array
+    received: jax.Array
 
-    def reversed(self) -> Slices:
-        """Returns the slices of the exchange back."""
-        return Slices(*self[3:], *self[:3])
+    @classmethod
+    def of(cls, sent: Plan, axis_name: Any, implementation: Implementation | None) -> Ways:
+        """Returns the ways of whole slots, full or not: rows without a token are zero."""
+        number = jnp.arange(1, len(sent.row_of) + 1, dtype=jnp.int32)[:, None]
+        source = permute(number, sent, implementation=implementation).rows[:, 0] - 1
+        position = jax.lax.axis_index(axis_name).astype(jnp.int32)[None]
+        return cls(position, sent, source, sent.group_sizes, sent.group_sizes)
+
+    @property
+    def capacity(self) -> int:
+        return self.sent.num_rows // self.sent.num_experts
+
+    def reversed(self) -> Ways:
+        return self._replace(filled=self.received, received=self.filled)
 
 
-class Pieces(NamedTuple):
-    """The arguments of `jax.lax.ragged_all_to_all`; int32 [devices, pieces of each].
+def send(x: jax.Array, ways: Ways, axis_name: Any, path: Implementation | None) -> jax.Array:
+    """Sends tokens to slots; returns the slots received.
 
-    Attributes:
-      offsets: the first row of each piece on the sender.
-      sizes: the number of rows of each piece.
-      targets: the first row of each piece on the receiver.
-      received_sizes: the number of rows of each received piece.
+    Rows that are not sent, here and below, have any values.
     """
-
-    offsets: jax.Array
-    sizes: jax.Array
-    targets: jax.Array
-    received_sizes: jax.Array
+    return _for_target(_send, ways.sent.num_rows, (x, ways), path, axis_name)
 
 
-def padded(rows: jax.Array, axis_name: Any) -> jax.Array:
-    """Exchanges equal slots, [devices * slot, ...]: rows are by receiver, the result by sender."""
+def swap(rows: jax.Array, ways: Ways, axis_name: Any, path: Implementation | None) -> jax.Array:
+    """Exchanges slots."""
+    return _for_target(_swap, len(rows), (rows, ways), path, axis_name)
+
+
+def collect(
+    rows: jax.Array,
+    weights: jax.Array | None,
+    received: Plan | None,
+    ways: Ways,
+    axis_name: Any,
+    path: Implementation | None,
+) -> jax.Array:
+    """Sends rows of received tokens back; returns the sum of each token's rows.
+
+    With `received`, the plan of the received tokens, the rows are those of the plan, of which the
+    sum is sent for each token: multiplied by `weights` [received tokens, top_k] if there are some.
+    """
+    few = received is None or received.row_of.shape[1] <= MAX_UNROLLED_SLOTS
+    if not few or not all(map(_is_summed_in_float32, (rows, weights))):
+        if received is not None:
+            rows = unpermute(rows, received, weights, implementation=path)
+        return sum_rows(swap(rows, ways.reversed(), axis_name, path), ways.sent, path)
+    operands = rows, weights, received, ways
+    return _for_target(_collect, len(ways.sent.row_of), operands, path, axis_name)
+
+
+def _is_summed_in_float32(array: jax.Array | None) -> bool:
+    return array is None or array.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def _for_target(
+    write: Any, num_rows: int, operands: Any, path: Implementation | None, axis_name: Any
+) -> jax.Array:
+    """Runs `write` with the GPU as its target, where there is one."""
+    x, *_ = operands
+    options = {"axis_name": axis_name, "implementation": path}
+    by_xla = functools.partial(write, None, **options)
+    out_type = jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
+    alone = jax.lax.axis_size(axis_name) == 1
+    if (
+        0 in (x.size, out_type.size)
+        or alone
+        or implementations.fit(path, x) in ("xla", "interpret")
+    ):
+        return by_xla(*operands)
+    by_target = functools.partial(for_target, write, out_type=out_type, **options)
+    return jax.lax.platform_dependent(*operands, cuda=by_target, default=by_xla)
+
+
+def _send(
+    target: Target | None,
+    x: jax.Array,
+    ways: Ways,
+    *,
+    axis_name: Any,
+    implementation: Any,
+) -> jax.Array:
+    moves = Moves(ways.position, ways.filled, ways.received, ways.capacity, source=ways.source)
+    rows = _between_gpus(target, x, moves, axis_name)
+    if rows is None:
+        rows = _padded(permute(x, ways.sent, implementation=implementation).rows, axis_name)
+    return rows
+
+
+def _swap(
+    target: Target | None,
+    rows: jax.Array,
+    ways: Ways,
+    *,
+    axis_name: Any,
+    implementation: Any,
+) -> jax.Array:
+    del implementation
+    moves = Moves(ways.position, ways.filled, ways.received, ways.capacity)
+    moved = _between_gpus(target, rows, moves, axis_name)
+    return _padded(rows, axis_name) if moved is None else moved
+
+
+def _collect(
+    target: Target | None,
+    rows: jax.Array,
+    weights: jax.Array | None,
+    received: Plan | None,
+    ways: Ways,
+    *,
+    axis_name: Any,
+    implementation: Any,
+) -> jax.Array:
+    terms = None if received is None else received.row_of
+    moves = Moves(
+        ways.position,
+        ways.received,
+        ways.filled,
+        ways.capacity,
+        row_of=ways.sent.row_of,
+        terms=terms,
+        weights=weights,
+    )
+    sums = _between_gpus(target, rows, moves, axis_name)
+    if sums is None:
+        if received is not None:
+            rows = unpermute(rows, received, weights, implementation=implementation)
+        sums = sum_rows(_padded(rows, axis_name), ways.sent, implementation)
+    return sums
+
+
+def _padded(rows: jax.Array, axis_name: Any) -> jax.Array:
+    """Exchanges whole slots by XLA's collective."""
     return jax.lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
 
-def plan_slices(counts: jax.Array, axis_name: Any, num_rows: int) -> Slices:
-    """Plans an exchange after which a device's rows are in the order of their senders.
-
-    Args:
-      counts: int32 [devices], the rows that this device sends to each device, in order.
-      num_rows: how many rows a device can receive. What does not fit is not sent.
-    """
-    this = jax.lax.axis_index(axis_name)
-    of_all = jax.lax.all_gather(counts, axis_name)  # [from, to]
-    # Sums are clipped to `num_rows`, so that no sum passes 2**31 and no offset is out of bounds.
-    ends = running_sum(jnp.minimum(of_all, num_rows), num_rows)
-    targets = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    sizes = jnp.minimum(of_all, num_rows - targets)
-    offsets = jnp.cumsum(of_all, axis=1) - of_all
-    return Slices(
-        *(array[this] for array in (offsets, sizes, targets)),
-        *(array[:, this] for array in (targets, sizes, offsets)),
-    )
+def _between_gpus(
+    target: Target | None, x: jax.Array, moves: Moves, axis_name: Any
+) -> jax.Array | None:
+    """Exchanges rows by the kernel; None if there is no memory that all GPUs of the axis write."""
+    if target is None or target.mesh is None:
+        return None
+    num_bytes = len(moves.received) * moves.capacity * x.shape[1] * x.dtype.itemsize
+    try:
+        peers = peer_memory.peers(target.mesh, axis_name, num_bytes)
+    except peer_memory.UnavailableError as error:
+        _say_padded(str(error))
+        return None
+    of_this = jnp.asarray(peers)[jax.lax.axis_index(target.mesh.axis_names)]
+    return launchers.exchange_rows(target, of_this, x, moves)
 
 
-def ragged(rows: jax.Array, slices: Slices, num_rows: int, axis_name: Any) -> jax.Array:
-    """Exchanges slices; returns the received rows, [num_rows, ...]. Gradients go the other way.
-
-    Rows between slices are zeros, also in the gradient.
-    """
-    options = {"num_rows": num_rows, "axis_name": axis_name}
-    moved: jax.Array = _exchange(rows, slices, implementation=None, **options)
-    return moved
-
-
-def _there(rows: jax.Array, slices: Slices, *, implementation: None, **options: Any) -> jax.Array:
-    return move(rows, _cut(slices), **options)
-
-
-def _derivative(call: Call, arguments: Any, tangents: Any, result: jax.Array) -> jax.Array:
-    num_sent = arguments[0].shape[0]
-
-    def forth(slices: Slices, tangents: dict[str, jax.Array]) -> jax.Array:
-        moved: jax.Array = call(tangents["rows"], slices)
-        return moved
-
-    def back(slices: Slices, gradient: jax.Array) -> dict[str, jax.Array]:
-        return {"rows": call.replace(num_rows=num_sent)(gradient, slices.reversed())}
-
-    return linear.call(forth, back, arguments[1], {"rows": tangents[0]}, result)
-
-
-_exchange = Op("ragged_exchange", xla=_there, derivative=_derivative)
-
-
-def move(rows: jax.Array, pieces: Pieces, num_rows: int, axis_name: Any) -> jax.Array:
-    """Exchanges pieces; returns [num_rows, ...].
-
-    Differentiate `ragged` instead: JAX's derivative of `ragged_all_to_all` may be wrong.
-    """
-    dtype = rows.dtype
-    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):  # some such floats lack a zero
-        words = jax.lax.bitcast_convert_type(rows, jnp.uint8)
-        words = move(words, pieces, num_rows, axis_name)
-        return jax.lax.bitcast_convert_type(words, dtype)
-    out = jnp.zeros((num_rows, *rows.shape[1:]), dtype)
-    if rows.size == 0 or out.size == 0:  # some backends refuse collectives of empty arrays
-        return jax_private.insert_varying_casts([rows, out, *pieces])[1]
-    # `vmap` of `ragged_all_to_all` fails unless all operands are batched. So a zero that depends on
-    # all operands is added to the pieces.
-    none = sum(jnp.count_nonzero(array[:0]).astype(jnp.int32) for array in (rows, *pieces))
-    flat = (array.reshape(-1) + none for array in pieces)
-    operands = jax_private.insert_varying_casts([rows, out, *flat])
-    return jax.lax.platform_dependent(
-        *operands,
-        cuda=functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name),
-        default=functools.partial(_emulate, axis_name=axis_name),
-    )
-
-
-def _cut(slices: Slices) -> Pieces:
-    """Cuts every slice into `_PIECES` pieces, equal up to one row."""
-    piece = jnp.arange(_PIECES, dtype=jnp.int32)[None, :]
-
-    def cut(sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-        each, rest = sizes[:, None] // _PIECES, sizes[:, None] % _PIECES
-        return piece * each + jnp.minimum(piece, rest), each + (piece < rest).astype(jnp.int32)
-
-    starts, sizes = cut(slices.sizes)
-    pieces = (
-        slices.offsets[:, None] + starts,
-        sizes,
-        slices.targets[:, None] + starts,
-        cut(slices.received_sizes)[1],
-    )
-    return Pieces(*(array.astype(jnp.int32) for array in pieces))
-
-
-def _emulate(rows: jax.Array, out: jax.Array, *pieces: jax.Array, axis_name: Any) -> jax.Array:
-    """Emulates `jax.lax.ragged_all_to_all` where it does not exist; devices gather all rows."""
-    this, num_devices = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
-    gather = functools.partial(jax.lax.all_gather, axis_name=axis_name)
-    # The pieces that this device receives, with offsets into the gathered rows of all devices.
-    offsets, sizes, targets = (
-        gather(array.reshape(num_devices, -1))[:, this] for array in pieces[:3]
-    )
-    offsets += jnp.arange(num_devices, dtype=jnp.int32)[:, None] * len(rows)
-    offsets, sizes, targets = (array.reshape(-1) for array in (offsets, sizes, targets))
-    targets = jnp.where(sizes > 0, targets, len(out))
-    order = jnp.argsort(targets)
-    row = jnp.arange(len(out), dtype=jnp.int32)
-    # The last piece that begins at or before each row. JAX 0.10 cannot trace `searchsorted` where a
-    # part of the mesh axes is manual.
-    begun = jnp.cumsum(jnp.zeros(len(out), jnp.int32).at[targets].add(1, mode="drop"))
-    piece = order[jnp.maximum(begun - 1, 0)]
-    behind = row - targets[piece]
-    inside = (behind >= 0) & (behind < sizes[piece])
-    source = gather(rows, tiled=True)[jnp.where(inside, offsets[piece] + behind, 0)]
-    return jnp.where(inside.reshape(-1, *(1 for _ in rows.shape[1:])), source, out)
+@functools.cache
+def _say_padded(reason: str) -> None:
+    logger.warning("tokens are exchanged by all_to_all, padded: %s", reason)

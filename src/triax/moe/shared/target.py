@@ -31,11 +31,13 @@ class Target:
       multiprocessors: their number.
       tensor_maps: whether kernels can take a `TensorDescriptor`: the GPU has TMA, and jaxlib
         encodes descriptors for it.
+      mesh: the GPUs of the `shard_map` around the code, if it splits the program over all axes.
     """
 
     compute_capability: int
     multiprocessors: int
     tensor_maps: bool
+    mesh: Any = None
 
     @property
     def architecture(self) -> Architecture:
@@ -137,10 +139,12 @@ def _target(ctx: Any, name: str) -> Target:
     capability = devices.compute_capability(name, None, gpus)
     counts = [count for d in gpus if (count := getattr(d, "core_count", None))]
     architecture = architectures.of(capability)
+    mesh = jax_private.manual_mesh(ctx)
     return Target(
         compute_capability=capability,
         multiprocessors=min(counts) if counts else architecture.multiprocessors,
         tensor_maps=architecture.tma and jax_private.supports_tensor_maps(),
+        mesh=mesh if mesh is not None and all(map(devices.is_cuda, mesh.devices.flat)) else None,
     )
 
 
