@@ -102,6 +102,16 @@ def values(rng: Rng, shape: Any, dtype: Any, kind: str = "normal") -> Array:
     return np.asarray(found.astype(dtype))
 
 
+def rows_in_turn(rng: Rng, kinds: Any, shape: Any, dtype: Any) -> Array:
+    """Rows of each kind in turn, the normal ones of different sizes."""
+    found = np.empty(shape, np.dtype(dtype))
+    for i, kind in enumerate(kinds):
+        some = values(rng, found[i :: len(kinds)].shape, dtype, kind)
+        scale = one_of(rng, (1, 3, 20)) if kind == "normal" else 1
+        found[i :: len(kinds)] = some * np.asarray(scale, dtype)
+    return found
+
+
 def bits(rng: Rng, shape: Any, dtype: Any) -> Array:
     """Every bit pattern of a dtype, NaNs with payloads included."""
     dtype = np.dtype(dtype)

@@ -57,6 +57,11 @@ def eight_bits():
         if block is None and transposed:
             blocks = {"block": (1, None, 1)}
         moe.quantize(draw(3, ROWS, WIDTH), transposed=transposed, **blocks, **RUN)
+    # Whose scales are more than LARGEST, too.
+    for deep, (count, depth, columns) in ((32, (4, 2048, 40)), (None, (8, 16, 600))):
+        rows = moe.quantize(draw(ROWS, depth), block=(1, deep))
+        weights = moe.quantize(draw(count, depth, columns), block=(1, deep, 1), transposed=True)
+        moe.ragged_dot(rows, weights, np.full(count, ROWS // count), **RUN)
     how = {"dtypes": ("float8_e4m3fn",) * 2, "result_dtype": "float32", "fast_sums": True}
     sizes = np.array([40, 0, 45], np.int32)
     outer_in_8_bits(draw(ROWS, WIDTH), draw(ROWS, 21), sizes, **how, **RUN)

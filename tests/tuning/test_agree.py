@@ -43,6 +43,18 @@ class Client:
         return len(self.unable)
 
 
+@pytest.mark.parametrize(("claimed_by", "withdrawn"), [("1", True), ("0", False), (None, False)])
+def test_only_the_own_claim_is_withdrawn(claimed_by, withdrawn, monkeypatch):
+    """Another process may have claimed the key meanwhile."""
+    deleted = []
+    client = types.SimpleNamespace(
+        process=1, find={"triax/claim/key": claimed_by}.get, delete=deleted.append
+    )
+    monkeypatch.setattr(jax_private, "key_value_client", lambda: client)
+    agree.release("key")
+    assert deleted == ["triax/claim/key"] * withdrawn
+
+
 @pytest.mark.parametrize(
     ("able", "client", "config", "waited_s"),
     [

@@ -201,12 +201,9 @@ class Operands:
     def draw(self, rng: Rng, gradient: str = "") -> Arrays:
         dtype = np.dtype(self.dtype)
         columns = self.width * (1 + (self.kind.gated and self.layout != "two"))
-        value_kind = one_of(rng, draws.KINDS)
-        shape = (self.rows, columns)
-        arrays = {n: draws.values(rng, shape, dtype, value_kind) for n in self.names}
+        shape, kinds = (self.rows, columns), rng.permutation(draws.KINDS)
+        arrays = {name: draws.rows_in_turn(rng, kinds, shape, dtype) for name in self.names}
         for array in arrays.values():
-            if value_kind == "normal":
-                array *= np.asarray(one_of(rng, (1, 3, 20)), dtype)
             if self.kind.limit is not None:  # where it is kept, and where what is clipped is not
                 limit = self.kind.limit
                 at = np.asarray(rng.random(array.shape) < 0.1)

@@ -122,8 +122,7 @@ def _weigh(logits: jax.Array, experts: jax.Array, spec: RouterSpec) -> Routing:
     # An id outside the experts gets a score of zero, which affects no sum and no gradient.
     rows = jnp.arange(experts.shape[0])[:, None]
     taken = logits[rows, jnp.where(known, experts, 0)]
-    nothing = 0 if spec.score == "none" else -jnp.inf
-    weights = reference.weigh_taken(jnp.where(known, taken, nothing), logits, spec)
+    weights = reference.weigh_taken(jnp.where(known, taken, -jnp.inf), logits, spec)
     weights = jnp.where(known, weights, 0)
     return Routing(*(checkpoint_name(array, "triax_routing") for array in (weights, experts)))
 
