@@ -146,6 +146,8 @@ PROGRAMS: dict[str, Program] = {
         for dtype in (E4M3, "float8_e5m2", "int8")
         for block in ((1, None, 1), (1, 32, 1), (1, 128, 128))
     },
+    # Blocks of 128 rows, of which groups have fewer.
+    "ragged_dot, 200 rows, weights in blocks": _weights_alone(200, E4M3, (1, 128, 128)),
     **{
         f"ragged_dot, {rows} rows, {numbers} in {block}{', zeros' * zeros}, in tiles": (
             launches.in_tiles(packed(rows, kind, block, numbers, zeros, columns=128))

@@ -62,6 +62,8 @@ EXACT = {**TMA, "exact": True}
         (90, 64, 4096, HALVES, TMA, (128, 256, 64, 8, 3, True, 1)),
         (90, 32, 4096, HALVES, TMA, (64, 256, 64, 4, 4, True, 1)),
         (90, 16, 4096, HALVES, TMA, (32, 128, 128, 8, 4, True, 1)),
+        (90, 64, 4096, HALVES, {**TMA, "blocked": True}, (128, 128, 64, 8, 3, True, 1)),
+        (90, 32, 4096, HALVES, {**TMA, "blocked": True}, (64, 128, 64, 4, 4, True, 1)),
         (90, 16, 4096, FLOATS, TMA, (32, 128, 32, 8, 4, True, 1)),
         (90, 1000, 4096, HALVES, NO_TMA, (128, 128, 64, 8, 4, False, 8)),
         (90, 1000, 4096, EIGHT_BITS, {**NO_TMA, "blocked": True}, (128, 128, 128, 8, 4, False, 8)),

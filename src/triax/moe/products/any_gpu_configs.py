@@ -75,7 +75,8 @@ class DotConfig:
         # Each row tile reads the weights again, so if rows are few, a tile holds twice the average.
         few = max(least, fit(2 * rows_per_group, LARGEST_TILE)) if itemsize > 1 else rows
         deep = fit(max(depth, _LEAST_DEPTH[itemsize]), _LINE_BYTES // itemsize)
-        widest = fit(columns, 256 if itemsize <= 2 else 128)
+        # Sums that are scaled take their registers twice.
+        widest = fit(columns, 256 if itemsize <= 2 and not blocked else 128)
         wide = fit(columns, 128)
         if exact:
             config = cls(min(rows, 64), fit(columns, 64), fit(depth, 32), 4, 3, False)
