@@ -4,7 +4,7 @@ A case of tests/gpu/test_batch_invariance.py has the numbers of rows for each gr
 in lists of those that give the same bits; and, if kernels depend on them, times of products by the
 number of tokens. `example` has the differences of log-probabilities of examples/same_bits.py.
 
-    python -m benchmarks.same_bits [--output FILE]
+    python -m benchmarks.same_bits [--output FILE] [--only CASE …]
 """
 
 from __future__ import annotations
@@ -130,20 +130,30 @@ def prepare(cache):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def measure():
+def measure(names, examples):
     """Compiles and compares in processes, and times when they are done."""
     with tempfile.TemporaryDirectory() as cache:
         prepare(cache)
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(None, spawn, prepare, (cache,)) as pool:
-            found, example = pool.map(bits, CASES), pool.map(difference, EXAMPLES)
-            list(pool.map(compile_all, PRICED))
-        yield "example", dict(zip(EXAMPLES, example, strict=True))
-        for name, same_bits in zip(CASES, found, strict=True):
+            found, example = pool.map(bits, names), pool.map(difference, examples)
+            list(pool.map(compile_all, [name for name in names if name in PRICED]))
+        if examples:
+            yield "example", dict(zip(examples, example, strict=True))
+        for name, same_bits in zip(names, found, strict=True):
             prices = {tokens: price(name, tokens) for tokens in TOKENS if name in PRICED}
             yield name, {"same_bits": same_bits, "prices": prices}
 
 
-if __name__ == "__main__":
+def main():
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    record.main(measure, experts=EXPERTS, top_k=TOP_K, shapes=SHAPES)
+    parser = record.parser(__file__, __doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, help="the others stay as they are")
+    options = record.parse(parser)
+    known = record.known(options.output)["results"] if options.only else {}
+    found = measure(options.only or CASES, () if options.only else EXAMPLES)
+    record.keep(options.output, found, known, experts=EXPERTS, top_k=TOP_K, shapes=SHAPES)
+
+
+if __name__ == "__main__":
+    main()

@@ -35,6 +35,7 @@ NARROW = {  # dtype, block, dtype of scales
     "int4 in groups of 32": ("int4", (1, 32, 1), "float32"),
     "int4 in groups of 128": ("int4", (1, 128, 1), "float32"),
     "MXFP4": ("float4_e2m1fn", (1, 32, 1), "float8_e8m0fnu"),
+    "NVFP4": ("float4_e2m1fn", (1, 16, 1), "float8_e4m3fn"),
 }
 
 
@@ -100,8 +101,14 @@ def in_8_bits(rows, weights, block):
 
 
 def narrowed(weights, name, tiled):
-    dtype, block, scale = NARROW[name]
+    is_nvfp4 = name == "NVFP4"  # which `quantize` does not make
+    dtype, block, scale = NARROW["MXFP4" if is_nvfp4 else name]
     given = moe.quantize(weights, dtype, block=block, transposed=True, scale_dtype=scale)
+    if is_nvfp4:
+        scales = jnp.stack([given.scales.astype("float32") * by for by in (13, 16)], -1)
+        scales = scales.reshape(*given.scales.shape[:-1], -1).astype(NARROW[name][2])
+        how = {"transposed": True, "packed": given.packed}
+        given = moe.ScaledArray(given.values, scales, NARROW[name][1], **how)
     return given.tile() if tiled else given
 
 

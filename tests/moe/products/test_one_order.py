@@ -111,6 +111,21 @@ def test_one_order_for_all_numbers_of_rows(monkeypatch, case):
         assert len(orders(monkeypatch, *CASES[case])) == 1
 
 
+def test_few_rows_times_4_bits_have_a_kernel_of_their_own(monkeypatch):
+    """Where its sums have the order of those of more rows."""
+    names = {"MXFP4": True, "NVFP4": False, "int4 by 32": True, "int4 by 64": False}
+    for name, both in names.items():
+        _, of_weights, _, _ = CASES[f"{name} in tiles"]
+        launches = []
+        for rows in (1, 100):
+            case = in_tiles(product_of(HALVES(rows * GROUPS), of_weights, GROUPS))
+            with triax.same_bits():
+                chosen(monkeypatch, 90, case, launches)
+        kernels = {each["kernel"].__name__ for each in launches if "BLOCK_ROWS" in each}
+        assert ("_very_few_rows_kernel" in kernels) == both
+        assert "_few_rows_kernel" in kernels
+
+
 @pytest.mark.parametrize("card", [80, 120])
 @pytest.mark.parametrize("case", ["MXFP4 in tiles", "int4 by 64 in tiles", "int4 by 128 in tiles"])
 def test_one_order_on_other_cards(monkeypatch, case, card):

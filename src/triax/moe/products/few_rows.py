@@ -21,6 +21,7 @@ from triax.moe.products.thresholds import MOST_ROWS, MOST_SCHEDULED
 from triax.moe.quantization.packing import (
     E2M1,
     E4M3,
+    E8M0,
     PACKED,
     TILE,
     TILED,
@@ -34,6 +35,7 @@ from triax.moe.shared.target import Target, for_target
 
 ONE_ORDER = "sums whose order depends on the number of rows (`triax.same_bits` is on)"
 _LEAST_SCALED = 32  # of the depth share a scale that multiplies sums
+_MOST_STAGES = 8  # of one part of the depth
 _WIDENED_DEPTH = 128  # of a program that dequantizes a tile's columns
 
 
@@ -58,11 +60,23 @@ def needs_of_very_few(product: RaggedDot) -> str | None:
     most = VeryFewRowsConfig.most_rows(product.target.architecture, scaled)
     if not most:
         return "tensor cores that multiply bfloat16, from Ampere on"
-    if product.options.one_order:  # one of the two kernels takes any number of rows
-        return ONE_ORDER if product.target.tensor_maps else None
+    if product.options.one_order and not product.target.tensor_maps:
+        return None  # the kernel for more rows is not there
+    if product.options.one_order and not _has_one_order(product):
+        return ONE_ORDER
     if product.rows_per_group > most:
         return f"at most {most} rows for each group on average"
     return None
+
+
+def _has_one_order(product: RaggedDot) -> bool:
+    """Whether both kernels sum up in one order, as was seen on an H200: of MXFP4, and of
+    4 bits with scales that multiply the sum of each 32 of the depth."""
+    w = product.right
+    if product.target.compute_capability != 90 or w.has_8_bits:
+        return False
+    is_mxfp4 = (w.packed, w.codes) == (E2M1.name, E8M0.name)
+    return is_mxfp4 if w.codes else w.deep is not None and w.deep % TILE > 0
 
 
 def _needs_of_operands(product: RaggedDot) -> str | None:
@@ -162,6 +176,7 @@ def few_rows(product: RaggedDot) -> jax.Array:
     num_tiles *= cdiv(columns, config.block_columns)
     # If each half of a block has its own scale, the kernel takes the rows by halves.
     depth_of_rows = config.block_depth // (2 if scaled and scaled % config.block_depth else 1)
+    order = min(depth_of_rows, _LEAST_SCALED if w.has_8_bits else TILE)
     tile_rows = words_of_tile(w.packed) // 32
     weights = w.values.reshape(num_groups, columns // TILE, -1, 32)
     tiles_of_block = config.block_columns // TILE
@@ -176,7 +191,7 @@ def few_rows(product: RaggedDot) -> jax.Array:
         scales = TensorDescriptor.from_array(scales, box_of_scales)
     return launch(
         _few_rows_kernel,
-        bounded_by_group(_renumbered(product.left.values), config.block_rows, depth_of_rows),
+        bounded_by_group(_renumbered(product.left.values, order), config.block_rows, depth_of_rows),
         TensorDescriptor.from_array(weights, box),
         tiles,
         scales,
@@ -218,8 +233,9 @@ def very_few_rows(product: RaggedDot) -> jax.Array:
         in_sum=w.deep is not None and w.codes is None,
         eight=w.has_8_bits,
     )
-    if product.options.one_order:
-        config = dataclasses.replace(config, split=1)
+    if product.options.one_order:  # as many loads in flight, of one part
+        stages = min(config.stages * config.split, _MOST_STAGES)
+        config = dataclasses.replace(config, split=1, stages=stages)
     is_small = max(num_rows, num_groups) <= MOST_SCHEDULED
     in_programs = is_small and config.finds_tiles(product.target, num_tiles)
     tiles = None
@@ -321,12 +337,12 @@ def widen(
     return Parts(result, w.scales, wide=w.wide) if is_apart else Parts(result)
 
 
-def _renumbered(rows: jax.Array) -> jax.Array:
-    """Reorders rows along each 32 of the depth, as tiles have it.
+def _renumbered(rows: jax.Array, deep: int) -> jax.Array:
+    """Reorders rows along each 32 or 64 of the depth (`deep`), as `_from_tiles` does with weights.
 
-    The 32 are four pairs for each of 4 threads. The first pairs of all threads come first, then
+    Each 32 are four pairs for each of 4 threads. The first pairs of all threads come first, then
     their second pairs, and so on. This is written as slices, because XLA's transposes of such small
     dimensions take ten times as long.
     """
-    pairs = rows.reshape(len(rows), -1, 4, 4, 2)
+    pairs = rows.reshape(len(rows), -1, deep // 8, 4, 2)
     return jnp.stack([pairs[:, :, :, i] for i in range(4)], 2).reshape(rows.shape)

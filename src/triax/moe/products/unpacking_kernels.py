@@ -144,8 +144,10 @@ def _two_columns(words, base, E4M3: tl.constexpr):
 def _from_tiles(w, base, zeros, scales, PACKED: tl.constexpr, OPERAND: tl.constexpr):
     """Unpacks words from `_loaded_tiles` to bfloat16 [columns, depth].
 
-    As an OPERAND the depth is in the order of tensor cores, otherwise that of parts of 32, which
-    4-bit weights alone may have.
+    As an OPERAND each 64 of the depth are in the order of tensor cores, in which the kernel for
+    very few rows adds them up: first the first pairs of all threads. Of 8-bit weights, and of half
+    a tile, it is each 32. Otherwise the depth is in the order of parts of 32, which 4-bit weights
+    alone may have.
     """
     COLUMNS: tl.constexpr = 64 * w.shape[0]
     PARTS: tl.constexpr = w.shape[3]
@@ -165,10 +167,16 @@ def _from_tiles(w, base, zeros, scales, PACKED: tl.constexpr, OPERAND: tl.conste
         c = _two_of_eight(w, base, 2, zeros, scales, E2M1)
         d = _two_of_eight(w, base, 3, zeros_2, scales_2, E2M1)
         w = tl.join(tl.join(a, b), tl.join(c, d))
-        if OPERAND:
-            w = w.permute(0, 1, 7, 2, 3, 5, 8, 4, 6)
-        else:
+        # Both 32s of a tile are parts, or stand in a thread's four words.
+        if not OPERAND:
             w = w.permute(0, 1, 7, 2, 3, 4, 5, 8, 6)
+        elif w.shape[5] == 4:
+            w = w.reshape(COLUMNS // 64, 4, 8, PARTS, 4, 2, 2, 2, 2, 2)
+            w = w.permute(0, 1, 8, 2, 3, 6, 9, 5, 4, 7)
+        else:
+            HALVES: tl.constexpr = 2 if w.numel % (64 * COLUMNS) == 0 else 1
+            w = w.reshape(COLUMNS // 64, 4, 8, PARTS // HALVES, HALVES, 4, 2, 2, 2, 2)
+            w = w.permute(0, 1, 8, 2, 3, 6, 9, 4, 5, 7)
         return w.reshape(COLUMNS, w.numel // COLUMNS)
 
 
