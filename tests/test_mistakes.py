@@ -286,6 +286,12 @@ MISTAKES = [
         r"`input_output_aliases` must map indices of operands.*got \{'x_ptr': 'out_ptr'\}",
     ),
     Mistake(
+        "an alias of an operand past the last",
+        lambda: lowered(input_output_aliases={2: 0}),
+        of_value,
+        r"`input_output_aliases` must name operands by index; got 2, and the primitive has 2",
+    ),
+    Mistake(
         "a capability as nvcc writes it, in a rule",
         lambda: lowered(compute_capability="sm_90"),
         of_value,

@@ -378,6 +378,15 @@ def test_what_a_kernel_may_take(capability, most, past, said):
         compiled_kernel.check_fits(launch, over, capability)
 
 
+@pytest.mark.parametrize("kind", ["is_im2col", "fp4_padded"])
+def test_descriptors_that_nothing_encodes(kind):
+    meta = {"block_size": [16, 32], "elem_type": 7, "swizzle": 3, "is_im2col": False}
+    found = compiled_kernel._tensor_map(meta)
+    assert (found.block_shape, found.element_type, found.swizzle) == ((16, 32), 7, 3)
+    with pytest.raises(CompilationError, match=f"descriptor of kind {kind}, which XLA's"):
+        compiled_kernel._tensor_map(meta | {kind: True})
+
+
 class TestConfigsThatFail:
     @staticmethod
     def call(x, configs, **options):

@@ -184,6 +184,13 @@ def test_threads_that_cannot_be_started_are_asked_for_once(monkeypatch):
     assert not {*asked} & {*threads._all}  # which are joined at the end
 
 
+def test_threads_that_have_ended_are_forgotten():
+    for _ in range(4):
+        threads.each(str, [1, 2], size=2)
+        threads.join(threads._all)
+    assert len(threads._all) <= 2
+
+
 FORKS = (
     LAUNCHES
     + """

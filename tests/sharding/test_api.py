@@ -260,6 +260,31 @@ def test_without_shardy():
     assert_close(got, alone(with_gradients(plain))(*args))
 
 
+def test_beside_an_automatic_axis():
+    """Explicit axes shard; the other stays XLA's."""
+    types = AxisType.Explicit, AxisType.Auto
+    mesh, args = jax.make_mesh((2, 4), ("data", "model"), axis_types=types), drawn((8, 12), (12,))
+    seen_axes = []
+
+    def noted(x, weight):
+        mesh = jax.sharding.get_abstract_mesh()
+        seen_axes.append({*mesh.manual_axes})
+        return call(x, weight)
+
+    out = run(triax.sharded(noted, RULE, cut="t"), mesh, args, [P("data"), P()])
+    assert (ROWS // 2, WIDTH) in seen
+    assert {"data"} in seen_axes
+    assert {"data", "model"} not in seen_axes
+    assert_close(out, alone(plain)(*args))
+
+
+def test_integers_are_summed_as_integers():
+    x = np.full((ROWS, WIDTH), 2**24 + 1, np.int32)
+    total = triax.sharded(lambda x: jnp.sum(x, axis=0), "t h -> h", reduce="t")
+    out = run(total, mesh_of("plain"), [x], [P("data")])
+    np.testing.assert_array_equal(out, x.sum(0))
+
+
 @pytest.mark.parametrize("kind", ["plain", "explicit"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_vmap_cuts_batches(axis, kind):

@@ -6,6 +6,8 @@ import pytest
 
 import triax
 from tests.tuning.conftest import DEVICE, X, explain
+from triax.compat import jax_private
+from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.tuning import agree, policy, store
 
 LABEL = "BLOCK=256, num_warps=2, num_stages=3, num_ctas=1"
@@ -60,6 +62,28 @@ class TestRecord:
         with triax.record() as records:
             assert explain().source == "another process of this job"
         assert len(records) == 0
+
+    @pytest.mark.parametrize(
+        ("platform", "why"),
+        [("cpu", "This process runs on cpu"), ("gpu", "Programs compiled before the block")],
+    )
+    def test_why_there_is_nothing_to_save(self, platform, why, monkeypatch, tmp_path, caplog):
+        monkeypatch.setattr(jax_private, "default_platform", lambda: platform)
+        with triax.record() as records:
+            pass
+        assert records.save(tmp_path / "tuned") == []
+        assert why in caplog.text
+        assert not (tmp_path / "tuned").exists()
+
+    def test_a_folder_that_is_none(self, tmp_path):
+        with triax.record() as records:
+            pass
+        with pytest.raises(ArgumentTypeError, match="`folder` must be the path of a folder; got 3"):
+            records.save(3)
+        file = tmp_path / "file"
+        file.write_text("")
+        with pytest.raises(ArgumentValueError, match=r"folder; '.*file' is a file"):
+            records.save(file)
 
     def test_saved_and_found_by_path(self, best, monkeypatch, tmp_path, caplog):
         with triax.record() as records:
