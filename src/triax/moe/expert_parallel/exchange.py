@@ -67,12 +67,12 @@ def send(x: jax.Array, ways: Ways, axis_name: Any, path: Implementation | None) 
 
     Rows that are not sent, here and below, have any values.
     """
-    return _for_target(_send, ways.sent.num_rows, (x, ways), path, axis_name)
+    return _exchange(x, None, None, ways, True, False, axis_name, path)
 
 
 def swap(rows: jax.Array, ways: Ways, axis_name: Any, path: Implementation | None) -> jax.Array:
     """Exchanges slots."""
-    return _for_target(_swap, len(rows), (rows, ways), path, axis_name)
+    return _exchange(rows, None, None, ways, False, False, axis_name, path)
 
 
 def collect(
@@ -89,26 +89,34 @@ def collect(
     sum is sent for each token: multiplied by `weights` [received tokens, top_k] if there are some.
     """
     few = received is None or received.row_of.shape[1] <= MAX_UNROLLED_SLOTS
-    if not few or not all(map(_is_summed_in_float32, (rows, weights))):
-        if received is not None:
-            rows = unpermute(rows, received, weights, implementation=path)
-        return sum_rows(swap(rows, ways.reversed(), axis_name, path), ways.sent, path)
-    operands = rows, weights, received, ways
-    return _for_target(_collect, len(ways.sent.row_of), operands, path, axis_name)
+    if few and all(map(_is_summed_in_float32, (rows, weights))):
+        return _exchange(rows, weights, received, ways.reversed(), False, True, axis_name, path)
+    if received is not None:
+        rows = unpermute(rows, received, weights, implementation=path)
+    return sum_rows(swap(rows, ways.reversed(), axis_name, path), ways.sent, path)
 
 
 def _is_summed_in_float32(array: jax.Array | None) -> bool:
     return array is None or array.dtype in (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def _for_target(
-    write: Any, num_rows: int, operands: Any, path: Implementation | None, axis_name: Any
+def _exchange(
+    x: jax.Array,
+    weights: jax.Array | None,
+    received: Plan | None,
+    ways: Ways,
+    of_tokens: bool,
+    to_tokens: bool,
+    axis_name: Any,
+    path: Implementation | None,
 ) -> jax.Array:
-    """Runs `write` with the GPU as its target, where there is one."""
-    x, *_ = operands
-    options = {"axis_name": axis_name, "implementation": path}
-    by_xla = functools.partial(write, None, **options)
+    """Exchanges slots: made of tokens or with `received` of sums, and at last summed to tokens."""
+    num_rows = len(ways.sent.row_of) if to_tokens else ways.sent.num_rows
     out_type = jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
+    operands = x, weights, received, ways
+    options = {"of_tokens": of_tokens, "to_tokens": to_tokens, "axis_name": axis_name}
+    options["implementation"] = path
+    by_xla = functools.partial(_on_target, None, **options)
     alone = jax.lax.axis_size(axis_name) == 1
     if (
         0 in (x.size, out_type.size)
@@ -116,70 +124,41 @@ def _for_target(
         or implementations.fit(path, x) in ("xla", "interpret")
     ):
         return by_xla(*operands)
-    by_target = functools.partial(for_target, write, out_type=out_type, **options)
+    by_target = functools.partial(for_target, _on_target, out_type=out_type, **options)
     return jax.lax.platform_dependent(*operands, cuda=by_target, default=by_xla)
 
 
-def _send(
+def _on_target(
     target: Target | None,
     x: jax.Array,
-    ways: Ways,
-    *,
-    axis_name: Any,
-    implementation: Any,
-) -> jax.Array:
-    moves = Moves(ways.position, ways.filled, ways.received, ways.capacity, source=ways.source)
-    rows = _between_gpus(target, x, moves, axis_name)
-    if rows is None:
-        rows = _padded(permute(x, ways.sent, implementation=implementation).rows, axis_name)
-    return rows
-
-
-def _swap(
-    target: Target | None,
-    rows: jax.Array,
-    ways: Ways,
-    *,
-    axis_name: Any,
-    implementation: Any,
-) -> jax.Array:
-    del implementation
-    moves = Moves(ways.position, ways.filled, ways.received, ways.capacity)
-    moved = _between_gpus(target, rows, moves, axis_name)
-    return _padded(rows, axis_name) if moved is None else moved
-
-
-def _collect(
-    target: Target | None,
-    rows: jax.Array,
     weights: jax.Array | None,
     received: Plan | None,
     ways: Ways,
     *,
+    of_tokens: bool,
+    to_tokens: bool,
     axis_name: Any,
     implementation: Any,
 ) -> jax.Array:
-    terms = None if received is None else received.row_of
     moves = Moves(
         ways.position,
-        ways.received,
         ways.filled,
+        ways.received,
         ways.capacity,
-        row_of=ways.sent.row_of,
-        terms=terms,
+        source=ways.source if of_tokens else None,
+        row_of=ways.sent.row_of if to_tokens else None,
+        terms=None if received is None else received.row_of,
         weights=weights,
     )
-    sums = _between_gpus(target, rows, moves, axis_name)
-    if sums is None:
-        if received is not None:
-            rows = unpermute(rows, received, weights, implementation=implementation)
-        sums = sum_rows(_padded(rows, axis_name), ways.sent, implementation)
-    return sums
-
-
-def _padded(rows: jax.Array, axis_name: Any) -> jax.Array:
-    """Exchanges whole slots by XLA's collective."""
-    return jax.lax.all_to_all(rows, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    moved = _between_gpus(target, x, moves, axis_name)
+    if moved is not None:
+        return moved
+    if of_tokens:
+        x = permute(x, ways.sent, implementation=implementation).rows
+    if received is not None:
+        x = unpermute(x, received, weights, implementation=implementation)
+    x = jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    return sum_rows(x, ways.sent, implementation) if to_tokens else x
 
 
 def _between_gpus(
