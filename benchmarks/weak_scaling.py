@@ -28,9 +28,7 @@ def main() -> None:
         for direction, what in (("forward and backward", "both directions"), ("forward", "forward"))
         for name, way in WAYS.items()
     }
-    layer = "layer in 1 parts, {}, forward and backward"
-    ways = ["ragged" if "ragged" in result["forward"] else "triax" for result in results]
-    found = [r[layer.format(way)] for r, way in zip(results, ways, strict=True)]
+    found = [result["layer in 1 parts, triax, forward and backward"] for result in results]
     layers = {
         "all of it": [times["ms"] for times in found],
         "exchange": [times["profile_ms"]["exchange"] for times in found],

@@ -89,3 +89,22 @@ def test_the_peers_of_each_device_on_a_mesh_of_two_axes(monkeypatch):
     peers = peer_memory.peers(Mesh(devices, ("a", "b")), ("b", "a"), 100)
     assert made[2:] == [[device.id for device in devices.T.flat]]
     assert peers.tolist() == [[*(device.id + 1 for device in devices.T.flat), 1]] * 8
+
+
+@pytest.mark.parametrize("linked", [0, 1])
+def test_gpus_of_one_process_without_nvlink(monkeypatch, linked):
+    from types import SimpleNamespace
+
+    from triax.compat import peer_memory
+
+    asked = []
+    kinds = SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED="atomics")
+    ask = lambda *given: asked.append(given) or (0, linked)
+    driver = SimpleNamespace(CUdevice_P2PAttribute=kinds, cuDeviceGetP2PAttribute=ask)
+    monkeypatch.setattr(peer_memory, "_driver", lambda: driver)
+    if linked:
+        peer_memory._check_atomics([0, 2])
+        assert asked == [("atomics", 0, 2), ("atomics", 2, 0)]
+    else:
+        with pytest.raises(peer_memory.UnavailableError, match="GPUs 0 and 2 are not connected"):
+            peer_memory._check_atomics([0, 2])

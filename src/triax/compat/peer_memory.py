@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -161,6 +162,7 @@ class _Host:
         chunks: list[_Chunk] = []
         reason = ""
         try:
+            _check_atomics([jax_private.local_index(device) for device in own])
             for device in own:
                 chunks.append(self._allocate(device, (1 + 2 * room) * _UNIT))
         except UnavailableError as error:
@@ -369,6 +371,14 @@ def _call(name: str, *arguments: Any) -> Any:
     if int(status):
         raise UnavailableError(f"{name}: {status.name}")
     return results[0] if results else None
+
+
+def _check_atomics(indices: Sequence[Any]) -> None:
+    """Raises if GPUs of this process cannot run atomics on each other's memory, as kernels do."""
+    for pair in itertools.permutations(indices, 2):
+        kind = _driver().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        if not int(_call("cuDeviceGetP2PAttribute", kind, *pair)):
+            raise UnavailableError(f"GPUs {pair[0]} and {pair[1]} are not connected by NVLink")
 
 
 def _in(context: Any, name: str, *arguments: Any) -> Any:
