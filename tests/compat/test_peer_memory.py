@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import jobs
+
 ROOT = Path(__file__).parents[2]
 
 
 def job(scenario, processes=2):
     """What each process printed, and its errors."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with jobs.address() as address:
+        return _run(address, scenario, processes)
+
+
+def _run(address, scenario, processes):
     script = str(Path(__file__).with_name("peer_process.py"))
     flags = "--xla_force_host_platform_device_count=1"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XLA_FLAGS": flags}

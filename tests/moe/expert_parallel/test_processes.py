@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import jobs
 from tests.moe.expert_parallel import one_of_a_job
 from triax.testing import assert_close
 
@@ -19,9 +19,11 @@ ROOT = Path(__file__).parents[3]
 
 def compare_with_two_processes(folder, num_gpus=0, **environment):
     """Two processes, each with half of the GPUs if there are some, and this one, with all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with jobs.address() as address:
+        return _compare(folder, num_gpus, address, environment)
+
+
+def _compare(folder, num_gpus, address, environment):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **environment}
     targets = [folder / str(index) for index in range(2)]
     half = num_gpus // 2
