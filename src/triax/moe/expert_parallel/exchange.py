@@ -116,7 +116,7 @@ def _exchange(
     operands = x, weights, received, ways
     options = {"of_tokens": of_tokens, "to_tokens": to_tokens, "axis_name": axis_name}
     options["implementation"] = path
-    by_xla = functools.partial(_on_target, None, **options)
+    by_xla: Any = functools.partial(_on_target, None, **options)
     alone = jax.lax.axis_size(axis_name) == 1
     if (
         0 in (x.size, out_type.size)
