@@ -268,14 +268,17 @@ def test_gradients_in_8_bits_have_the_shapes_of_transposed_weights():
     assert shapes == wanted
 
 
-def test_the_gradient_of_the_second_weights_comes_before_that_of_the_first_rows(monkeypatch):
+def test_the_backward_pass_waits_for_gate_and_up_and_the_first_rows_for_the_second_weights(
+    monkeypatch,
+):
     """Of two arrays of rows only one is there at a time."""
     seen, after = [], ops.after
     both = lambda *of: seen.append(tuple(array.shape for array in of)) or after(*of)
     monkeypatch.setattr(ops, "after", both)
     experts, x, logits = given()
     jax.eval_shape(jax.grad(loss), experts, x[:7], logits[:7])  # traced here for the first time
-    assert seen == [((14, 2 * experts.w_down.shape[1]), experts.w_down.shape)]
+    gate_up = 14, 2 * experts.w_down.shape[1]
+    assert seen == [(x[:7].shape, gate_up), (gate_up, experts.w_down.shape)]
 
 
 def test_copies_in_8_bits_may_be_made_where_gradients_are(monkeypatch):

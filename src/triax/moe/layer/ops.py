@@ -1,7 +1,7 @@
 """The layer's two products as ops with gradients of their own.
 
-The second op recomputes the activation in the backward pass, and orders w_down's gradient before
-the first product's gradients, to lower peak memory.
+To lower peak memory, the second op recomputes the activation in its backward pass, which waits for
+gate and up, and computes w_down's gradient before the first product's gradients.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def multiply(
     bias_weights = None if matrix.bias is None else bias_weights
     if products.recipe is None:
         bias = {"bias": matrix.bias, "bias_weights": bias_weights}
-        return products.forward(rows, matrix, sizes, rows.dtype, **bias)
+        return products.summed(products.forward(rows, matrix, sizes, rows.dtype, **bias), target)
     consts = _Consts(sizes, matrix.in_8_bits, quantized, source, target)
     operands = rows, matrix.weights, matrix.bias, bias_weights, consts
     return _residual(
@@ -124,7 +124,7 @@ def glu_multiply(
         out = Call(_glu_dot, products.implementation, options)(*operands)
     else:
         out = _glu_dot(*operands, implementation=products.implementation, **options)
-    return out if products.recipe is None else _residual(out, target)
+    return _residual(out, target)
 
 
 def _residual(out: jax.Array, target: Plan | None) -> jax.Array:
@@ -202,8 +202,13 @@ def _glu_multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.A
 
     def back(active: set[str], operands: Any, gradient: jax.Array) -> dict[str, Any]:
         gate, up, row_weights, weights, bias, consts = operands
-        matrix = Matrix(weights, bias, consts.in_8_bits)
-        d_inner = products.rows_gradient(gradient, matrix, consts.sizes, gate.dtype, consts.target)
+        matrix, target = Matrix(weights, bias, consts.in_8_bits), consts.target
+        # The gradient may be known before gate and up, as where `jax.checkpoint` recomputes them.
+        # Then XLA would make rows of it early, and hold them beside the first product's rows.
+        gradient = after(gradient, gate)
+        if products.recipe is None:
+            gradient, target = products.moved(gradient, target), None
+        d_inner = products.rows_gradient(gradient, matrix, consts.sizes, gate.dtype, target)
         gradients, inner = activate_gradients(
             *(gate, up, row_weights, call.options["activation"], d_inner),
             again="weights" in active,
@@ -219,7 +224,7 @@ def _glu_multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.A
             consts.sizes,
             None if bias is None else row_weights,
             None,
-            consts.target,
+            target,
         )
         if "bias_weights" in others:
             gradients["row_weights"] += others.pop("bias_weights")

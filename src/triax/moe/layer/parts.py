@@ -23,7 +23,7 @@ from triax.moe.expert_parallel.arrivals import by_expert, combined, exchanged
 from triax.moe.layer import ops
 from triax.moe.layer.experts import Experts, matrices
 from triax.moe.layer.products import Products
-from triax.moe.permutation.ops import permute, unpermute
+from triax.moe.permutation.ops import permute
 from triax.moe.plans.ops import make_plan
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray
@@ -117,10 +117,7 @@ def _run(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -> F
         quantized = options.products.quantized_tokens(x, plan)
         return Arrived(x, row_weights, quantized, plan)
 
-    if options.products.recipe is None:
-        tokens = unpermute(_experts(options, experts, arrived, plan.group_sizes), plan, **path)
-    else:
-        tokens = _experts(options, experts, arrived, plan.group_sizes, plan)
+    tokens = _experts(options, experts, arrived, plan.group_sizes, plan)
     return FeedForward(tokens, plan.group_counts, plan.num_dropped, routing)
 
 
