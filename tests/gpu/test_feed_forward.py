@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,9 +60,11 @@ def test_activation_in_the_first_products_kernel(
         )
         layer = lambda *args: moe.feed_forward(*args, moe.Router(3)).tokens
         out, pull = jax.vjp(layer, x, logits, made)
-        return out, pull(jnp.cos(out))
+        alone = layer(x, logits, made)  # in a kernel that keeps no gate and up
+        return out, pull(jnp.cos(out)), alone
 
     found = jax.jit(run)(x, logits, *weights)
+    assert_same_bits(found[0], found[2])
     with without("sm90_16_bits"):
         wanted = jax.jit(lambda *args: run(*args))(x, logits, *weights)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -68,27 +72,44 @@ def test_activation_in_the_first_products_kernel(
         assert_same_bits(a, b)
 
 
-def test_memory_of_forward_and_backward():
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width", "experts", "top_k"),
+    [
+        (16384, 2560, 1280, 64, 4),
+        (16384, 2048, 768, 128, 8),
+        (16384, 4096, 14336, 8, 2),
+        (16384, 2880, 2880, 16, 4),
+        (2048, 1024, 512, 16, 4),
+    ],
+)
+def test_memory(tokens, hidden, width, experts, top_k):
     """Little more than the results, one array of rows, and one as the first matmul makes it.
 
-    Small layers take more: there the activation's result counts, which comes beside both.
+    So it is too where the gradient does not depend on the result, and where `jax.checkpoint`
+    recomputes the layer. The forward pass alone has only the activation's result beside the rows.
     """
-    tokens, hidden, width, experts, top_k = 16384, 2560, 1280, 64, 4
     shapes = (tokens, hidden), (tokens, experts), (experts, hidden, 2 * width)
     shapes = *shapes, (experts, width, hidden)
     dtypes = "bfloat16", "float32", "bfloat16", "bfloat16"
     args = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
 
-    def num_bytes(**options):
-        def run(gradient, *args):
-            layer = lambda *args: flat.layer(*args, top_k=top_k, **options).tokens
-            out, pull = jax.vjp(layer, *args)
-            return out, pull(gradient)
-
+    def num_bytes(run):
         found = jax.jit(run).lower(args[0], *args).compile().memory_analysis()
         return found.temp_size_in_bytes + found.output_size_in_bytes
 
-    least = 2 * sum(a.size for a in (args[0], args[0], args[2], args[3]))
-    least += 2 * tokens * top_k * (hidden + 2 * width)
-    assert least < num_bytes() < 1.05 * least
-    assert num_bytes(keep=["triax_permuted_rows", "triax_glu"]) > 1.05 * least
+    def both(gradient, *args, again=False, **options):
+        layer = lambda *args: flat.layer(*args, top_k=top_k, **options).tokens
+        out, pull = jax.vjp(jax.checkpoint(layer) if again else layer, *args)
+        return pull(gradient) if again else (out, pull(gradient))
+
+    results = 2 * sum(a.size for a in (args[0], args[2], args[3])) + 4 * args[1].size
+    tokens_bytes = 2 * args[0].size
+    least = results + 2 * tokens * top_k * (hidden + 2 * width)
+    assert least < num_bytes(functools.partial(both, again=True)) < 1.02 * least
+    least += tokens_bytes
+    assert least < num_bytes(both) < 1.02 * least
+    keep = ["triax_permuted_rows", "triax_glu"]
+    assert num_bytes(functools.partial(both, keep=keep)) > 1.02 * least
+    alone = tokens_bytes + 2 * tokens * top_k * (hidden + width)
+    forward = lambda gradient, *args: flat.layer(*args, top_k=top_k).tokens
+    assert alone < num_bytes(forward) < 1.02 * alone

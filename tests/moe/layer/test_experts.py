@@ -281,6 +281,23 @@ def test_the_backward_pass_waits_for_gate_and_up_and_the_first_rows_for_the_seco
     assert seen == [(x[:7].shape, gate_up), (gate_up, experts.w_down.shape)]
 
 
+def test_gate_and_up_are_kept_for_derivatives_alone(monkeypatch):
+    seen, run = [], ops.ragged_dot_glu
+
+    def spied(*operands, keep_product, **options):
+        seen.append(keep_product)
+        return run(*operands, keep_product=keep_product, **options)
+
+    monkeypatch.setattr(ops, "ragged_dot_glu", spied)
+    experts, x, logits = jax.tree.map(lambda a: a.astype("bfloat16"), given())
+    layer = lambda experts: loss(experts, x[:9], logits[:9])  # traced here for the first time
+    jax.eval_shape(layer, experts)
+    assert seen == [False]
+    jax.eval_shape(jax.grad(layer), experts)
+    assert seen[1]
+    assert all(seen[1:])
+
+
 def test_copies_in_8_bits_may_be_made_where_gradients_are(monkeypatch):
     monkeypatch.setattr(products, "in_8_bits", None)  # no weights are quantized again
     experts, *others = given(two=True, transposed=True)

@@ -32,6 +32,7 @@ def product_and_glu(
 ) -> Any:
     spec, _ = resolve(activation, interleaved)
     options: dict[str, Any] = {"transposed": transposed, "options": Options(rows.dtype, None)}
+    options["keep_product"] = True
     operands = rows, weights, Groups(sizes), bias, row_weights
     return ops.ragged_dot_glu(*operands, spec=spec, implementation=implementation, **options)
 

@@ -75,8 +75,9 @@ def multiply_glu(
     sizes: jax.Array,
     row_weights: jax.Array,
     activation: ResolvedActivation,
-) -> tuple[jax.Array, jax.Array] | None:
-    """Multiplies rows as `multiply` does, and applies `glu`; returns both results.
+    keep_product: bool,
+) -> tuple[jax.Array | None, jax.Array] | None:
+    """Multiplies rows as `multiply` does, and applies `glu`; returns both results, or the second.
 
     Returns None where no kernel does both. The one that does takes floats of 16 bits, with gate and
     up in one array.
@@ -96,9 +97,10 @@ def multiply_glu(
         spec=activation.spec,
         transposed=products.transposed,
         options=Options(rows.dtype, None),
+        keep_product=keep_product,
         implementation=implementations.fit(products.implementation, rows, floats=True),
     )
-    return checkpoint_name(gate_up, "triax_ragged_dot"), out
+    return checkpoint_name(gate_up, "triax_ragged_dot") if keep_product else None, out
 
 
 def glu_multiply(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from triax import messages
 from triax.moe.activations.functions import closes_over_arrays
 from triax.moe.activations.ops import activate
 from triax.moe.activations.options import resolve
-from triax.moe.expert_parallel.arrivals import by_expert, combined, exchanged
+from triax.moe.expert_parallel.arrivals import Dispatched, by_expert, combined, exchanged
 from triax.moe.layer import ops
 from triax.moe.layer.experts import Experts, matrices
 from triax.moe.layer.products import Products
@@ -28,6 +27,7 @@ from triax.moe.plans.ops import make_plan
 from triax.moe.plans.reference import Plan
 from triax.moe.quantization.scaled import ScaledArray
 from triax.moe.router.reference import Routing
+from triax.moe.shared.ops import Op
 from triax.sharding import explicit
 from triax.sharding.splits import Shard, Split
 
@@ -107,17 +107,7 @@ def _run(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -> F
         num_rows = min(num_rows, num_experts * options.capacity)
     sizes: dict[str, Any] = {"capacity": options.capacity, "num_rows": num_rows}
     plan = make_plan(routing.experts, num_experts, **sizes, **path)
-
-    def arrived() -> Arrived:
-        if options.products.recipe is None:
-            rows, row_weights, _ = permute(x, plan, routing.weights, **path)
-            return Arrived(rows, row_weights)
-        no_columns = jnp.zeros((x.shape[0], 0), x.dtype)
-        row_weights = permute(no_columns, plan, routing.weights, **path).weights
-        quantized = options.products.quantized_tokens(x, plan)
-        return Arrived(x, row_weights, quantized, plan)
-
-    tokens = _experts(options, experts, arrived, plan.group_sizes, plan)
+    tokens = _experts(options, experts, (x, plan, routing.weights), plan.group_sizes, plan)
     return FeedForward(tokens, plan.group_counts, plan.num_dropped, routing)
 
 
@@ -128,12 +118,7 @@ def _spread(options: LayerOptions, x: Any, routing: Routing, experts: Experts) -
     num_experts = experts.w_down.shape[0] * jax.lax.axis_size(axis)
     operands = x, routing.weights, routing.experts
     sent = exchanged(*operands, num_experts, axis, capacity=options.capacity, **path)
-
-    def arrived() -> Arrived:
-        received = by_expert(sent, **path)
-        return Arrived(received.rows, received.weights)
-
-    out = _experts(options, experts, arrived, sent.group_sizes)
+    out = _experts(options, experts, sent, sent.group_sizes)
     tokens = combined(out, sent.plan, None, **path)
     chosen = routing.experts[..., None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None]
     counts = jax.lax.psum(jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32), axis)
@@ -153,36 +138,65 @@ class Arrived(NamedTuple):
     source: Plan | None = None
 
 
-def _experts(
-    options: LayerOptions,
+def _arrived(options: LayerOptions, source: Any) -> Arrived:
+    """Permutes what other devices have sent, or tokens by a plan, with the router's weights."""
+    path: dict[str, Any] = {"implementation": options.products.implementation}
+    if isinstance(source, Dispatched):
+        received = by_expert(source, **path)
+        return Arrived(received.rows, received.weights)
+    x, plan, weights = source
+    if options.products.recipe is None:
+        rows, row_weights, _ = permute(x, plan, weights, **path)
+        return Arrived(rows, row_weights)
+    no_columns = jnp.zeros((x.shape[0], 0), x.dtype)
+    row_weights = permute(no_columns, plan, weights, **path).weights
+    return Arrived(x, row_weights, options.products.quantized_tokens(x, plan), plan)
+
+
+def _experts(options: LayerOptions, experts: Experts, *operands: Any) -> jax.Array:
+    """Does what `_run_experts` does, and keeps the first matmul's result for derivatives alone."""
+    static: dict[str, Any] = {"options": options}
+    static["implementation"] = options.products.implementation
+    # A function may close over arrays, which an op must not.
+    run: Any = _differentiable if callable(experts.activation) else _experts_op
+    out: jax.Array = run(experts, *operands, **static)
+    return out
+
+
+def _run_experts(
     experts: Experts,
-    arrived: Callable[[], Arrived],
+    source: Dispatched | tuple[jax.Array, Plan, jax.Array],
     group_sizes: Any,
     target: Plan | None = None,
+    *,
+    options: LayerOptions,
+    implementation: Any,
+    keep_product: bool,
 ) -> jax.Array:
     """Returns the experts' weighted outputs; with the plan `target`, summed to tokens.
 
     The backward pass reads the first matmul's result, which is kept, and the results named in
-    `LayerOptions.keep`. It computes all else again.
+    `LayerOptions.keep`. It computes all else again. Without `keep_product` there is none: a kernel
+    that applies the activation stores nothing else.
     """
-    path: dict[str, Any] = {"implementation": options.products.implementation}
     activation = resolve(experts.activation, experts.interleaved)
     *firsts, last = matrices(experts)
     products = options.products
 
     def first() -> Any:
-        rows, row_weights, quantized, source = arrived()
+        rows, row_weights, quantized, plan = _arrived(options, source)
         if not (KEPT[1] in options.keep or isinstance(last.weights, ScaledArray)):
-            both = ops.multiply_glu(products, rows, firsts, group_sizes, row_weights, activation)
+            operands = rows, firsts, group_sizes, row_weights, activation
+            both = ops.multiply_glu(products, *operands, keep_product)
             if both is not None:
                 return both[0], row_weights, both[1]
-        moves = None, quantized, source
+        moves = None, quantized, plan
         made = tuple(ops.multiply(products, rows, m, group_sizes, *moves) for m in firsts)
         return made if len(made) == 2 else made[0], row_weights, None
 
     def second(gate_up: Any, row_weights: Any) -> jax.Array:
         gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
-        inner = activate(gate, up, row_weights, activation, **path)
+        inner = activate(gate, up, row_weights, activation, implementation=implementation)
         return ops.multiply(products, inner, last, group_sizes, row_weights, target=target)
 
     if KEPT[0] not in options.keep:
@@ -190,8 +204,19 @@ def _experts(
     gate_up, row_weights, inner = first()
     if KEPT[1] in options.keep:
         return second(gate_up, row_weights)
+    if gate_up is None:
+        return ops.multiply(products, inner, last, group_sizes, row_weights, target=target)
     gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
     if isinstance(last.weights, ScaledArray) or closes_over_arrays(activation, gate, up):
         return jax.checkpoint(second)(gate_up, row_weights)
     operands = gate_up, row_weights, last, group_sizes, activation, target, inner
     return ops.glu_multiply(products, *operands)
+
+
+_differentiable = functools.partial(_run_experts, keep_product=True)
+_experts_op = Op(
+    "experts",
+    xla=functools.partial(_run_experts, keep_product=False),
+    differentiated=_differentiable,
+    inline=True,
+)

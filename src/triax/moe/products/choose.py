@@ -119,7 +119,8 @@ def _run(kernels: tuple[ProductKernel, ...], product: Product) -> Any:
     if kernel.applies_glu or not isinstance(product, RaggedDot) or product.glu is None:
         return result
     keywords: dict[str, Any] = {"spec": product.glu, "implementation": product.implementation}
-    return result, glu(result, None, product.row_weights, **keywords)
+    inner = glu(result, None, product.row_weights, **keywords)
+    return result if product.keep_product else None, inner
 
 
 def ragged_dot(
@@ -151,13 +152,16 @@ def ragged_dot_glu(
     transposed: bool,
     options: Options,
     spec: GluSpec,
+    keep_product: bool,
     **keywords: Any,
 ) -> Any:
-    """Returns gate and up as `ragged_dot` does, and the result of `glu`."""
+    """Returns gate and up as `ragged_dot` does, or None, and the result of `glu`."""
     columns = weights.shape[1 if transposed else 2]
     shapes = (rows.shape[0], columns), (rows.shape[0], spec.width(columns))
-    keywords["out_type"] = tuple(jax.ShapeDtypeStruct(shape, options.dtype) for shape in shapes)
+    product, inner = (jax.ShapeDtypeStruct(shape, options.dtype) for shape in shapes)
+    keywords |= {"out_type": (product if keep_product else None, inner)}
     keywords |= {"transposed": transposed, "options": options, "glu": spec}
+    keywords |= {"keep_product": keep_product}
     return for_target(_ragged_dot, rows, weights, groups, bias, None, row_weights, **keywords)
 
 

@@ -232,7 +232,8 @@ def _local_with_glu(
     if axes := shard.mesh_axes.get("u"):
         whole = jax.lax.all_gather(gate_up, axes, axis=1, tiled=True)
     apart = glu.of(call.implementation, spec=call.options["spec"])
-    return gate_up, apart.run(whole, None, row_weights)
+    inner = apart.run(whole, None, row_weights)
+    return gate_up if call.options["keep_product"] else None, inner
 
 
 def _dims_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
@@ -240,9 +241,10 @@ def _dims_with_glu(*_: Any, transposed: bool, **__: Any) -> Any:
     return ("rk", of_weights, dims_of_groups, "gu", "r"), ("ru", "rw"), "rku"
 
 
-# Multiplies as `ragged_dot` does, and applies `glu` to the result, gate and up; returns both. The
-# second has no derivative: it is for an op that is differentiated by gate and up. Operands: rows,
-# weights, groups, biases or None, row weights or None.
+# Multiplies as `ragged_dot` does, and applies `glu` to the result, gate and up; returns both, the
+# first only with `keep_product`. The second has no derivative: it is for an op that is
+# differentiated by gate and up. Operands: rows, weights, groups, biases or None, row weights or
+# None.
 ragged_dot_glu = Op(
     "ragged_dot_glu",
     dims=_dims_with_glu,

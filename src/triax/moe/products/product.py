@@ -67,8 +67,8 @@ class Product:
 class RaggedDot(Product):
     """Rows times the weights of their groups, plus a bias, and perhaps an activation.
 
-    `right` are the parts of `weights`. With `glu` the result is the product and what `glu` makes of
-    it, times `row_weights`.
+    `right` are the parts of `weights`. With `glu` the result is the product, or None without
+    `keep_product`, and what `glu` makes of it, times `row_weights`.
     """
 
     weights: Any
@@ -77,6 +77,7 @@ class RaggedDot(Product):
     bias_weights: jax.Array | None = None
     row_weights: jax.Array | None = None
     glu: GluSpec | None = None
+    keep_product: bool = True
 
     @property
     def depth(self) -> int:

@@ -40,11 +40,12 @@ def ragged_dot_glu_reference(
     row_weights: Any,
     *,
     spec: Any,
+    keep_product: bool,
     **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns gate and up as `ragged_dot_reference` does, and the result of `glu`."""
+) -> tuple[jax.Array | None, jax.Array]:
+    """Returns gate and up as `ragged_dot_reference` does, or None, and the result of `glu`."""
     gate_up = ragged_dot_reference(rows, weights, groups, bias, **options)
-    return gate_up, glu_reference(gate_up, None, row_weights, spec=spec)
+    return gate_up if keep_product else None, glu_reference(gate_up, None, row_weights, spec=spec)
 
 
 def _ragged_dot(

@@ -78,12 +78,12 @@ def ragged_dot(product: RaggedDot) -> Any:
         width,
         apart,
         columns,
-        out_type=(product.out_type, inner),
+        out_type=(product.out_type if product.keep_product else None, inner),
         implementation=implementation,
         TRANSPOSED=product.transposed,
         ACTIVATION=glu and dataclasses.astuple(glu),
         **_program(product.target),
-        **absent(inner_ptr=glu),
+        **absent(out_ptr=product.keep_product or None, inner_ptr=glu),
     )
     return result[0] if glu is None else result
 

@@ -175,9 +175,10 @@ def _store(pointers, near, far, row, end, column, sizes, ACTIVATION: gl.constexp
     columns = column + gl.arange(0, near.shape[1], gl.SliceLayout(0, near.type.layout))[None, :]
     inside = (rows < end)[:, None]
     mask = inside & (columns < width)
-    at = rows.to(gl.int64)[:, None] * num_columns + columns
-    gl.store(out_ptr + at, near, mask=mask)
-    gl.store(out_ptr + at + apart, far, mask=inside & (columns + apart < num_columns))
+    if out_ptr is not None:
+        at = rows.to(gl.int64)[:, None] * num_columns + columns
+        gl.store(out_ptr + at, near, mask=mask)
+        gl.store(out_ptr + at + apart, far, mask=inside & (columns + apart < num_columns))
     if ACTIVATION is not None:
         GATED: gl.constexpr = ACTIVATION[1]
         INTERLEAVED: gl.constexpr = ACTIVATION[2]

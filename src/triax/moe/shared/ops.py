@@ -59,6 +59,8 @@ class Op:
         by default it is ``call.run(*arguments)``. If no result has a dimension of `shardable`,
         `local` must add up the devices' results over it.
       any_bits: whether the kernels only move bits, so that the GPU need not support the dtypes.
+      differentiated: called as `xla`, for an op composed of others: what JAX differentiates in
+        place of `xla`, which then need not keep what derivatives read.
       inline: whether the op only adds a derivative to other ops. Each of these is then sharded
         for itself, and this op needs no dimensions and no `shardable`.
       dims: ``dims(*arguments, **options)`` returns `arguments`, `results` and `shardable` of one
@@ -74,6 +76,7 @@ class Op:
         xla: Function,
         kernels: Function | None = None,
         derivative: Function | Literal["xla"] | None = None,
+        differentiated: Function | None = None,
         shardable: str = "",
         local: Function | None = None,
         any_bits: bool = False,
@@ -81,7 +84,7 @@ class Op:
         dims: Function | None = None,
     ):
         self.name, self.xla, self.kernels, self.any_bits = name, xla, kernels, any_bits
-        self.local = local
+        self.local, self.differentiated = local, differentiated
         self.derivative, self.inline = derivative, inline
         self.dims, self.declared = dims, (tuple(arguments), results, shardable)
         self.primitive = ops.primitive(f"triax_{name}")
@@ -150,9 +153,10 @@ class Call:
         self, tree: Any, out_tree: Any, primals: Sequence[Any], tangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Returns flat results and their tangents."""
-        derivative = self.op.derivative
-        if derivative == "xla":
-            plain = functools.partial(self.op.xla, **self.options)
+        derivative, plain = self.op.derivative, self.op.differentiated
+        if derivative == "xla" or plain is not None:
+            how = {} if plain is None else {"implementation": self.implementation}
+            plain = functools.partial(plain or self.op.xla, **how, **self.options)
             flat = lambda *leaves: jax.tree.leaves(plain(*tree.unflatten(leaves)))
             both: tuple[list[Any], list[Any]] = linear.jvp(flat, primals, tangents)
             return both
