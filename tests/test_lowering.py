@@ -104,6 +104,23 @@ def test_one_pointer_for_an_aliased_pair_lowers(arrays):
     assert len(call.zeroed_bytes[0]) == 2
 
 
+def test_a_fallback_without_programs_gives_way_to_a_config(arrays):
+    def rule(ctx, x, y):
+        n = ctx.avals_in[0].size
+        return triax.triton_call_lowering(
+            ctx,
+            kernels.autotuned_add_kernel,
+            x,
+            y,
+            grid=lambda meta: 0 if meta["BLOCK"] == 512 else triton.cdiv(n, meta["BLOCK"]),
+            constexprs={"n": n, "BLOCK": 512},
+        )
+
+    x, y = arrays
+    (out,) = jax.jit(own(rule, lambda x, y: [x]))(x, y)
+    testing.assert_same_bits(out, x + y)
+
+
 @pytest.mark.parametrize(
     ("aliases", "inputs", "message"),
     [

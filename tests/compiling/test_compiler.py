@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import FileCacheManager
 
+import triax
 from tests import kernels
 from tests.cases import blockwise, tuple_of_arrays
 from tests.cases import cuda_calls as lower
@@ -30,7 +31,7 @@ from triax.binding.launch import ArrayType
 from triax.compat import triton_private
 from triax.compat.triton_lock import TRITON
 from triax.compiling import compiled_kernel, compiler, threads
-from triax.errors import CompilationError, CompilationTimeout
+from triax.errors import CompilationError, CompilationTimeout, SettingError
 
 pytestmark = pytest.mark.cuda_plugin
 ROOT = Path(__file__).parents[2]
@@ -385,6 +386,59 @@ def test_descriptors_that_nothing_encodes(kind):
     assert (found.block_shape, found.element_type, found.swizzle) == ((16, 32), 7, 3)
     with pytest.raises(CompilationError, match=f"descriptor of kind {kind}, which XLA's"):
         compiled_kernel._tensor_map(meta | {kind: True})
+
+
+@triton.jit
+def row_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * n + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + at))
+
+
+def test_sizes_that_16_divides_compile_apart():
+    """Rows of 256 begin at multiples of 16 bytes, and are loaded by as much at once."""
+
+    def rows(x):
+        for n in (256, 257, 258):
+            x = triax.triton_call(x, n=n, BLOCK=256, kernel=row_kernel, out_type=x, grid=2)
+        return x
+
+    first, *others = lower(rows, X)
+    assert len({call.entries for call in others}) == 1
+    assert first.entries != others[0].entries
+    assert "ld.global.v2" in first.ptx[0]
+    assert "ld.global.v2" not in others[0].ptx[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(SettingError("TRIAX_X"), SettingError), (OSError("no space"), CompilationError)],
+)
+def test_an_error_that_is_not_the_kernels_is_not_said_to_be(monkeypatch, error, raised):
+    def refused(launch, capability, **options):
+        raise error
+
+    monkeypatch.setattr(compiler, "_compile", refused)
+    with pytest.raises(raised, match=str(error)):
+        lower(lambda x: copy(x, BLOCK=16), X[:77])
+
+
+def test_repeated_requests_are_kept_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(compiler, "_MOST_LAUNCHED", 2)
+    compiler.clear_cache()
+    for block in (16, 32, 64, 16):
+        lower(lambda x: copy(x, BLOCK=block), X)  # noqa: B023
+        assert 1 <= len(compiler._launched) <= 2
+    count = compiler.compile_count()
+    compiler.clear_cache()
+    lower(lambda x: copy(x, BLOCK=16), X)
+    assert compiler.compile_count() == count + 1
+
+
+def test_pointers_that_are_not_those_of_the_code_are_an_error(monkeypatch):
+    monkeypatch.setattr(compiled_kernel.writes, "origins", lambda module: (3, []))
+    compiler.clear_cache()
+    with pytest.raises(CompilationError, match="which arguments the kernel writes: 2 arrays, 3 IR"):
+        lower(lambda x: copy(x, BLOCK=16), X)
 
 
 class TestConfigsThatFail:

@@ -216,8 +216,12 @@ def test_what_jaxlib_is_told_of_a_descriptor(kind, fill, tf32, element, monkeypa
     monkeypatch.setattr(module, "create_tma_descriptor_parameter", create, raising=False)
     if tf32 and not versions.TF32_DESCRIPTORS.passes(triton.__version__):
         pytest.skip("this Triton does not round to tf32")
+    create_scalar, scalars = module.create_scalar_parameter, []
+    noted = lambda *values: (scalars.append(values), create_scalar(*values))[1]
+    monkeypatch.setattr(module, "create_scalar_parameter", noted)
     call = functools.partial(descriptors.call, kind, tf32=tf32)
     cuda_call(call, np.zeros((35, 44), np.float32))
+    assert scalars == [(35, "i32"), (44, "i32"), (44, "i64"), (1, "i64"), (64, "i32")]
     (fields,) = told
     assert fields == {
         "elem_type": element,  # of CUtensorMapDataType

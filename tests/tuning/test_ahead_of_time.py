@@ -45,6 +45,9 @@ LABELS = (
 )
 
 
+X4 = np.zeros(1004, np.float32)
+
+
 def fastest(label):
     return lambda other: 0.5 if other == label else 1.0
 
@@ -259,6 +262,20 @@ def test_the_worker_gets_machine_code_of_what_xla_gets(measurer):
         assert candidate.entry.encode() in candidate.cubin
 
 
+def test_the_worker_is_told_what_a_launch_takes(measurer):
+    call = jax.make_jaxpr(lambda x: add(x, x))(X).eqns[0].params["call"]
+    array = ArrayType(X.shape, X.dtype)
+    launch = call.launch(call.candidates[0], (array, array), (array,))
+    (kernel,) = compiler.compile_all([launch], 90, machine_code=True)
+    kernel = dataclasses.replace(
+        kernel, num_warps=3, num_ctas=2, shared_bytes=5, global_scratch_bytes=7
+    )
+    (told,) = measure.make_job(call, [(launch, kernel)], [None, None]).candidates
+    fields = {"num_warps": 3, "num_ctas": 2, "shared_bytes": 5, "scratch_bytes": 7}
+    assert {name: getattr(told, name) for name in fields} == fields
+    assert (told.grid, told.entry, told.cubin) == (launch.grid, kernel.name, kernel.cubin)
+
+
 @triton.jit
 def refused_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -435,12 +452,45 @@ class TestInputs:
         explain(tuning_inputs=lambda x, y: (jnp.full(x.shape, 3.0), jnp.full(y.shape, 4.0)))
         assert [set(a) for a in seen] == [{3.0}, {4.0}]
 
-    def test_tuning_inputs_of_the_wrong_shape(self, measurer):
+    @pytest.mark.parametrize(
+        ("inputs", "got"),
+        [
+            (jnp.zeros(2), r"float32\[2\]"),
+            ([X[:7], X], r"float32\[7\], float32\[1003\]"),
+            ([X, X.astype(np.int32)], r"float32\[1003\], int32\[1003\]"),
+            ([X, X, X], r"float32\[1003\], float32\[1003\], float32\[1003\]"),
+        ],
+    )
+    def test_tuning_inputs_of_other_types(self, measurer, inputs, got):
         with pytest.raises(
             ArgumentTypeError,
-            match=r"`tuning_inputs`.*float32\[1003\], float32\[1003\]; got float32\[2\]",
+            match=rf"`tuning_inputs`.*: float32\[1003\], float32\[1003\]; got {got}\.",
         ):
-            explain(tuning_inputs=lambda x, y: jnp.zeros(2))
+            explain(tuning_inputs=lambda x, y: inputs)
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "nbytes"),
+        [
+            ((3,), "float32", 12),
+            ((5,), "bfloat16", 10),
+            ((1 << 19,), "float32", 1 << 20),
+            ((0,), "float32", 1),
+            ((9,), "int32", 1),
+            ((9,), "bool", 1),
+        ],
+    )
+    def test_a_pattern_is_of_whole_elements_and_no_longer_than_its_array(
+        self, shape, dtype, nbytes
+    ):
+        pattern = measure._pattern(ArrayType(shape, jnp.dtype(dtype)))
+        assert len(pattern) == nbytes
+        assert (pattern == b"\0") == (nbytes == 1)
+
+    def test_a_record_says_what_it_was_measured_on(self, measurer):
+        for size, given in ((1003, None), (1004, lambda x, y: [x * 0 + 1 for x in (X4, X4)])):
+            explain(x=np.zeros(size, np.float32), tuning_inputs=given)
+        texts = [record.inputs for _, record in store.user_store().records()]
+        assert sorted(texts) == ["random floats, zeros for integers", "tuning_inputs"]
 
     @pytest.mark.parametrize("named", [False, True])
     def test_changed_operands_are_restored(self, measurer, named):

@@ -48,6 +48,15 @@ def test_what_is_missing_is_said_once_for_a_kernel(caplog):
     assert caplog.text.count("triax tune FILE:FUNCTION") == 1
 
 
+def test_all_that_is_remembered_is_forgotten():
+    names = ("_resolved", "_measured", "_unmeasurable", "_noted", "_near")
+    for memory in [getattr(policy, name) for name in names]:
+        memory["a key"] = memory
+    policy._reported.add("a kernel")
+    policy.forget()
+    assert not any(getattr(policy, name) for name in (*names, "_reported"))
+
+
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, MemoryError])
 def test_the_claim_on_a_config_is_withdrawn_whatever_ends_the_search(problem, monkeypatch):
     """Else the job's other processes wait for one that will not measure."""

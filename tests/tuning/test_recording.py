@@ -75,6 +75,15 @@ class TestRecord:
         assert why in caplog.text
         assert not (tmp_path / "tuned").exists()
 
+    def test_it_ends_with_its_block_whatever_ends_that(self, best):
+        with pytest.raises(ZeroDivisionError), triax.record() as records:
+            raise ZeroDivisionError
+        explain()
+        assert len(records) == 0
+        with triax.record() as outer, triax.record() as inner:
+            explain()
+        assert [*outer] == [*inner]
+
     def test_a_folder_that_is_none(self, tmp_path):
         with triax.record() as records:
             pass

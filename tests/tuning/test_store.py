@@ -224,7 +224,17 @@ def test_leftovers_are_what_no_living_writer_has(place):
     for name in names[1:]:
         os.utime(place.folder / name, (old, old))
     assert [path.name for path in place.leftovers()] == [".triax-1.part"]
+    (place.folder / ".hidden-0.json").touch()  # as some systems keep beside a file
+    (place.folder / "notes.txt").touch()
     assert len(place.paths()) == 1
+
+
+def test_records_of_a_kernel_are_not_those_of_one_whose_name_begins_alike(place):
+    for name in ("norm", "norm_gated"):
+        of = record(0)
+        place.put(dataclasses.replace(of, key=dataclasses.replace(of.key, kernel=name)))
+    assert [found.key.kernel for _, found in place.records("norm")] == ["norm"]
+    assert len([*place.records()]) == 2
 
 
 def test_a_user_without_a_home(monkeypatch):

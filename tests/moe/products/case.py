@@ -345,11 +345,11 @@ _CASES = {
     "a bias without weights": _dot(40, 16, 24, 3, bias=_HALF),
     **{
         f"biases alone, {sizes}": _dot(2600, 0, 70, 2, given=(sizes,), **_BIASED)
-        for sizes in ((900, 1700), (0, 2590), (2100, 0))
+        for sizes in ((901, 1697), (0, 2591), (2101, 0))  # that no number of parts divides
     },
     **{
         f"biases in bfloat16, by {' and '.join(by)}": _dot(
-            2200, 1, 24, 1, dtype=_HALF, given=((2100,),), bias=_HALF, weighted=True, by=by
+            2200, 1, 24, 1, dtype=_HALF, given=((2101,),), bias=_HALF, weighted=True, by=by
         )
         for by in (("bias", "bias_weights"), ("bias",), ("bias_weights",))
     },

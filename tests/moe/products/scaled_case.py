@@ -332,11 +332,13 @@ _FEW: dict[str, tuple[Shape, tuple[int, ...]]] = {
     "very few": ((13, 832, 64, 4), (0, 6, 0, 5)),  # warps share a tile's depth
     "narrow": ((24, 192, 192, 5), (3, 0, 17, 1, 2)),
     "wide": ((96, 192, 64, 3), (65, 1, 20)),
-    "wider": ((140, 192, 64, 1), (135,)),  # of which no kernel for very few takes any
+    "wider": ((75, 192, 64, 1), (65,)),  # one more than a tile; no kernel for very few takes them
     "wrong": ((70, 192, 64, 4), (-5, 40, 2**31 - 1, 7)),
     "many": ((520, 128, 64, 2), (495, 20)),
     "uneven": ((40, 192, 160, 3), (20, 0, 9)),  # no whole tiles
+    "broad": ((75, 128, 192, 1), (65,)),  # as "wider", and columns past a tile of 128
 }
+_BROAD = ("mxfp4", "nvfp4", "int4, 32", "int4, 32, no zeros", "int4, 64, float16", "int4, powers")
 _BLACKWELL = (("compute_capability", 120),)  # whose tensor cores read registers
 
 
@@ -373,13 +375,13 @@ _CASES = {
         f"tiles of {way}, {rows}": _tiled(
             way,
             rows,
-            gpu=_BLACKWELL * ((i // 2 if rows == "wider" else i) % 2),
+            gpu=_BLACKWELL * ((i // 2 if rows in ("wider", "broad") else i) % 2),
             bias="bfloat16",
             weighted=bool(i % 3),
             result="float32" * (i % 4 == 0),
         )
         for i, way in enumerate(TILED)
-        for rows in dict.fromkeys(([*_FEW][i % 5], "wider"))
+        for rows in dict.fromkeys(([*_FEW][i % 5], "broad" if way in _BROAD else "wider"))
     },
     "tiles of e4m3, columns, some groups": _tiled(
         "e4m3, columns", "very few", others=3, given=(0, 2, 0, 5, -3, 2**31 - 1, 4)
@@ -427,7 +429,7 @@ NAMED: dict[str, functools.partial[Case]] = {
     **{f"ragged_dot, {name}": case for name, case in _CASES.items()},
 }
 
-# Tiles that take other ways through the kernel for very few rows; "wider" are for the other.
+# Tiles that take other ways through the kernel for very few rows; the last rows are for the other.
 QUICK = (
     *("e4m3, columns", "e4m3, 32", "mxfp4", "nvfp4", "e2m1, 64 by 32"),
     *("int8, columns", "int4, 32", "int4, 64", "int4, powers"),
@@ -435,7 +437,8 @@ QUICK = (
 SLOW = [
     n
     for n in NAMED
-    if "tiles of" in n and "wider" not in n and not any(f"of {way}, " in n for way in QUICK)
+    if "tiles of" in n and not any(f"of {way}, " in n for way in QUICK)
+    if not n.endswith(("wider", "broad"))
 ]
 
 

@@ -307,10 +307,10 @@ def test_operands_travel_without_a_file_system(driver, monkeypatch):
     """Whatever /dev/shm and the temporary folder hold, or how much fits there."""
     driver()
     monkeypatch.setenv("TMPDIR", "/nonexistent")
-    array = np.arange(1000, dtype=np.float32)
+    array = np.arange(2000, dtype=np.float32).reshape(20, 100).T[::2]
     with measure.operand_files([array, None]) as (path, nothing):
         assert nothing is None
-        np.testing.assert_array_equal(np.fromfile(path, np.float32), array)
+        np.testing.assert_array_equal(np.fromfile(path, np.float32), array.ravel())
         buffers = [messages.BufferSpec(4000, path=path), messages.BufferSpec(4000)]
         found, _ = times(make_job(1, buffers=buffers))
     assert found[1] is not None
