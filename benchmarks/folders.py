@@ -1,13 +1,13 @@
 """Runs quantized folders that transformers and GPTQModel write through "Your first model".
 
-    python -m benchmarks.folders [FOLDER] [--only NAME …]
+    python -m benchmarks.folders [FOLDER] [--only NAME …] [--output FILE]
 
 Small models with random weights are written into FOLDER, with the tokens that transformers' model
 continues a prompt with, and their logits in float32. What is there already is not written again, so
 that a machine without transformers can take it from another. Qwen3-MoE's attention is quantized as
 its experts are. Each folder is then read and continued by `examples/decoder.py`, exported, and
 served by a process that has neither Triax nor Triton. Exits with 1 if a token differs, or a logit
-by more than the limit. `make models` calls this.
+by more than the limit. `make models` calls this; `benchmarks/folders.json` is of a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness import record
 from triax import moe
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -205,34 +207,35 @@ def check(folder: Path) -> tuple[float, int, int]:
     return float(off), *same
 
 
-def run(folder: Path, names: list[str]) -> None:
+def run(folder: Path, names: list[str]) -> dict[str, Any]:
     """Checks the folders by their names, within a folder; exits with 1 if one is wrong."""
-    wrong = []
-    for name in names:
-        of = folder / name.replace(" ", "-")
+    folders = [folder / name.replace(" ", "-") for name in names]
+    for name, of in zip(names, folders, strict=True):
         if not (of / EXPECTED).exists():
             of.mkdir(parents=True, exist_ok=True)
             (of / EXPECTED).write_text(json.dumps(expected(WRITERS[name](of))), encoding="utf-8")
-        off, decoded, served = check(of)
-        print(
-            f"{name:20} logits {off:.1e}, tokens {decoded} and served {served} of {STEPS}",
-            flush=True,
-        )
+    with ThreadPoolExecutor() as pool:
+        checked = list(pool.map(check, folders))
+    results, wrong = {}, []
+    for name, (off, decoded, served) in zip(names, checked, strict=True):
+        print(f"{name:20} logits {off:.1e}, tokens {decoded} and served {served} of {STEPS}")
+        results[name] = {"difference": off, "decoded": decoded, "served": served}
         wrong += [] if off <= LIMIT and decoded == served == STEPS else [name]
     if wrong:
         sys.exit(f"wrong: {', '.join(wrong)}")
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--only", nargs="+", choices=WRITERS, default=[*WRITERS])
+    parser.add_argument("--output", type=Path, help="a record, which is written if all is right")
     options = parser.parse_args()
-    if options.folder:
-        run(options.folder.resolve(), options.only)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder), options.only)
+    with tempfile.TemporaryDirectory() as path:
+        results = run((options.folder or Path(path)).resolve(), options.only)
+    if options.output:
+        record.write(options.output, limit=LIMIT, steps=STEPS, results=results)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from triax.moe.products.thresholds import MOST_ROWS, MOST_SCHEDULED
 from triax.moe.quantization.packing import (
     E2M1,
     E4M3,
-    E8M0,
     PACKED,
     TILE,
     TILED,
@@ -70,13 +69,12 @@ def needs_of_very_few(product: RaggedDot) -> str | None:
 
 
 def _has_one_order(product: RaggedDot) -> bool:
-    """Whether both kernels sum up in one order, as was seen on an H200: of MXFP4, and of
+    """Whether both kernels sum up in one order, as was seen on an H200: of MXFP4 and NVFP4, and of
     4 bits with scales that multiply the sum of each 32 of the depth."""
     w = product.right
     if product.target.compute_capability != 90 or w.has_8_bits:
         return False
-    is_mxfp4 = (w.packed, w.codes) == (E2M1.name, E8M0.name)
-    return is_mxfp4 if w.codes else w.deep is not None and w.deep % TILE > 0
+    return w.packed == E2M1.name if w.codes else w.deep is not None and w.deep % TILE > 0
 
 
 def _needs_of_operands(product: RaggedDot) -> str | None:
