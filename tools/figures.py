@@ -845,7 +845,7 @@ def mutants() -> str:
 # Records whose date and GPU stand below a table.
 PLACES = "layers_rivals matmuls router eight_bits learning quantize group_offset gpt_oss stress"
 PLACES += " flags scans numerics layer_memory float32 start serve gallery adopting decode_rivals"
-PLACES += " decode_nvfp4 same_bits"
+PLACES += " decode_nvfp4 same_bits folders"
 
 TABLES: dict[str, Callable[[], str]] = {
     **{name: functools.partial(of_rows, name) for name in ROWS},
