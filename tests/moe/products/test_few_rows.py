@@ -231,7 +231,7 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
     if rows <= (32 if way == "int4" else 2):
         ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[-1]
         assert "_very_few_rows_kernel" in ptx
-        assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
+        assert re.search(r"(mul|add|sub|fma\.rn)\.bf16x2", ptx)
         # Between products weights stay in registers; sums of parts of the depth do not, after them.
         # The second loop, for scales that are seen not to be small or positive, is taken rarely.
         products = [found.start() for found in re.finditer(r"mma\.sync", ptx)]
@@ -247,5 +247,5 @@ def test_weights_are_unpacked_in_registers(monkeypatch, rows, way):
         return
     ptx = kernels(traced.lower(lowering_platforms=("cuda",)))[1]
     assert ".entry _few_rows_kernel" in ptx
-    assert re.search(r"(mul|sub|fma\.rn)\.bf16x2", ptx)
+    assert re.search(r"(mul|add|sub|fma\.rn)\.bf16x2", ptx)
     assert re.search(FROM_REGISTERS, ptx)

@@ -62,7 +62,10 @@ def test_blocks_with_two_scales_are_those_with_one(capability, rows):
         (90, 0, 720, 2880, True, False, VeryFewRowsConfig(8, 2, 4)),
         (90, 0, 1440, 2880, True, False, VeryFewRowsConfig(8, 1, 4)),
         (90, 0, 1440, 7168, True, False, VeryFewRowsConfig(8, 2, 4)),
-        (90, 0, 360, 2880, False, True, VeryFewRowsConfig(8, 4, 4)),
+        (90, 0, 256, 768, True, False, VeryFewRowsConfig(8, 2, 4)),
+        (90, 0, 512, 768, True, False, VeryFewRowsConfig(8, 1, 4)),
+        (90, 0, 512, 7168, False, True, VeryFewRowsConfig(8, 2, 6)),
+        (90, 0, 896, 2048, False, True, VeryFewRowsConfig(8, 2, 4)),
         (90, 4, 2880, 2880, False, True, VeryFewRowsConfig(8, 1, 3)),
         (90, 8, 2048, 7168, True, False, VeryFewRowsConfig(16, 1, 4)),
         (90, 40, 2048, 7168, False, True, VeryFewRowsConfig(32, 1, 3)),
@@ -78,21 +81,24 @@ def test_very_few_rows(card, rows, tiles, depth, powers, in_sum, config):
 
 
 @pytest.mark.parametrize(
-    ("rows", "tiles", "config"),
+    ("rows", "tiles", "depth", "in_sum", "config"),
     [
-        (0, 360, VeryFewRowsConfig(8, 4, 3)),
-        (0, 512, VeryFewRowsConfig(8, 2, 3)),
-        (0, 11520, VeryFewRowsConfig(8, 2, 3)),
-        (4, 11520, VeryFewRowsConfig(8, 2, 3)),
-        (8, 2048, VeryFewRowsConfig(16, 2, 3)),
-        (8, 11520, VeryFewRowsConfig(16, 1, 3)),
-        (24, 2048, VeryFewRowsConfig(32, 1, 3)),
+        (0, 360, 2880, False, VeryFewRowsConfig(8, 4, 3)),
+        (0, 360, 2048, False, VeryFewRowsConfig(8, 2, 4)),
+        (0, 360, 2048, True, VeryFewRowsConfig(8, 2, 3)),
+        (0, 512, 7168, False, VeryFewRowsConfig(8, 2, 3)),
+        (0, 896, 2048, False, VeryFewRowsConfig(8, 1, 4)),
+        (0, 11520, 7168, False, VeryFewRowsConfig(8, 2, 3)),
+        (4, 11520, 7168, False, VeryFewRowsConfig(8, 2, 3)),
+        (8, 2048, 7168, False, VeryFewRowsConfig(16, 2, 3)),
+        (8, 11520, 7168, False, VeryFewRowsConfig(16, 1, 3)),
+        (24, 2048, 7168, False, VeryFewRowsConfig(32, 1, 3)),
     ],
 )
-def test_very_few_rows_in_8_bits(rows, tiles, config):
+def test_very_few_rows_in_8_bits(rows, tiles, depth, in_sum, config):
     gpu = Target(compute_capability=90, multiprocessors=132, tensor_maps=True)
-    how = {"powers": False, "in_sum": False, "eight": True}
-    assert VeryFewRowsConfig.heuristic(gpu, rows, tiles, 7168, **how) == config
+    how = {"powers": False, "in_sum": in_sum, "eight": True}
+    assert VeryFewRowsConfig.heuristic(gpu, rows, tiles, depth, **how) == config
 
 
 def test_programs_find_few_tiles_of_few_rows():

@@ -131,8 +131,8 @@ class FewRowsConfig:
 class VeryFewRowsConfig:
     """A program has `block_rows` × 64 numbers; each of its `split` warps sums a part of the depth.
 
-    The limits are from an H100, where `wgmma` is faster for more rows; those for scales that are
-    powers of two are from an H200. No other card was measured.
+    The limits are from an H100, where `wgmma` is faster for more rows; those for 8 rows, and for
+    scales that are powers of two, are from an H200. No other card was measured.
     """
 
     block_rows: int
@@ -182,17 +182,22 @@ class VeryFewRowsConfig:
         Scales are `powers` of two, or multiply each product before it is added (`in_sum`).
         Weights have `eight` bits, or four.
         Products of 32 rows beside sums take more registers than sm_80's code has.
-        A multiprocessor has 12 to 16 warps. With few tiles for each, parts of the depth give all of
-        them work. With powers, two parts pay if the depth has 8 steps of 64 for each tile of a
-        multiprocessor.
+        A multiprocessor has 12 to 16 warps. With few tiles for each, two parts of the depth give
+        all of them work; four in 8 bits, if each has 10 steps of 64. With powers, two parts pay
+        with up to 3 tiles for each multiprocessor, or 8 steps for each of its tiles. In 8 bits 6
+        programs of two parts fit, so that with a few more tiles one part is faster.
         """
         most = 16 if in_sum and not target.architecture.multiplies_from_shared else 32
         rows = max(8, min(most, blocks.power_of_two(2 * rows_per_group)))
         of_each = num_tiles / target.multiprocessors
         if rows == 8 and powers:
-            return cls(rows, 2 if 8 * of_each <= depth // 64 else 1, 4)
-        if rows == 8 and of_each <= 8:
-            return cls(rows, 4 if of_each <= 3 else 2, 3 if eight else 4)
+            return cls(rows, 2 if of_each <= 3 or 8 * of_each <= depth // 64 else 1, 4)
+        if rows == 8 and of_each <= 8 and not eight:
+            return cls(rows, 2, 6 if of_each <= 4 else 4)
+        if rows == 8 and of_each <= 3:
+            return cls(rows, 4, 3) if depth >= 40 * 64 else cls(rows, 2, 3 if in_sum else 4)
+        if rows == 8 and 6 < of_each <= 8:
+            return cls(rows, 1, 4)
         if eight:
             return cls(rows, 2 if rows == 8 or (rows == 16 and of_each <= 16) else 1, 3)
         return cls(rows, 1, 4 if rows == 16 else 3)
