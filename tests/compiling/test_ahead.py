@@ -134,9 +134,13 @@ class TestThreads:
         assert len(compilations.threads) == len(BLOCKS)
         assert compilations.in_background == []
 
-    @pytest.mark.parametrize(("cores", "threads"), [(None, 1), (2, 2), (64, len(BLOCKS))])
-    def test_are_no_more_than_cores_and_calls(self, monkeypatch, cores, threads):
+    @pytest.mark.parametrize(
+        ("cores", "most", "threads"),
+        [(None, 16, 1), (2, 16, 2), (64, 16, len(BLOCKS)), (64, 3, 3)],
+    )
+    def test_are_no_more_than_cores_and_calls(self, monkeypatch, cores, most, threads):
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(ahead, "_MAX_THREADS", most)
         release = threading.Event()
         monkeypatch.setattr(ahead, "_work", lambda _: release.wait(20))
         trace()

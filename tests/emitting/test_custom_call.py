@@ -25,7 +25,7 @@ from triax import testing
 from triax.binding.launch import Alias, ArrayType, Operand, Result, Scalar
 from triax.binding.values import Static
 from triax.compat import jax_private, versions
-from triax.emitting.custom_call import _saved_buffers, cost_estimate, order_buffers
+from triax.emitting.custom_call import _saved_buffers, cost_estimate, order_buffers, scratch_bytes
 from triax.emitting.reading import triton_calls
 from triax.errors import CompilationError, UnsupportedError, VersionError
 
@@ -180,6 +180,17 @@ class TestScratch:
         found = cuda_call(call, self.X)
         assert found.grid == ((3, 3, 1), (5, 3, 1), (2, 3, 1))
         assert found.results == ("tensor<35x48xf32>", f"tensor<{5 * 3 * 256}xui8>")
+
+    def test_as_much_as_there_can_be(self):
+        most = types.SimpleNamespace(
+            num_ctas=2, global_scratch_bytes=1 << 9, sanitizer_scratch_bytes=1 << 9
+        )
+        of = lambda grid: types.SimpleNamespace(
+            name="a kernel", candidate=types.SimpleNamespace(grid=grid)
+        )
+        assert scratch_bytes(of((1 << 10, 1 << 10, 1 << 9)), most) == (1 << 39, 1 << 39)
+        with pytest.raises(CompilationError, match="needs 1024 bytes of scratch memory"):
+            scratch_bytes(of((1 << 10, 1 << 10, (1 << 9) + 1)), most)
 
     def test_more_than_there_can_be(self):
         def call(x):
@@ -342,6 +353,7 @@ def test_two_configs_are_enough_to_choose_from(monkeypatch):
     x = np.zeros(301, np.float32)
     call = cuda_call(functools.partial(blockwise, kernel, tuning="runtime"), x)
     assert call.grid == ((5, 1, 1), (3, 1, 1))
+    assert call.target == versions.LEGACY_TARGET  # which alone tunes
     assert [config.partition(",")[0] for config in call.config] == ["BLOCK=64", "BLOCK=128"]
 
 

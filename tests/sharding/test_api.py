@@ -278,6 +278,22 @@ def test_beside_an_automatic_axis():
     assert_close(out, alone(plain)(*args))
 
 
+def test_the_result_decides_before_the_operands():
+    mesh, args = mesh_of("plain"), drawn((ROWS, WIDTH), (WIDTH,))
+    placed = jax.device_put(args[0], NamedSharding(mesh, P("data")))
+    seen.clear()
+    out = jax.jit(norm, out_shardings=NamedSharding(mesh, P("model")))(placed, args[1])
+    assert (ROWS // 4, WIDTH) in seen
+    assert (ROWS // 2, WIDTH) not in seen
+    assert_close(out, alone(plain)(*args))
+
+
+def test_a_dimension_of_one_is_in_no_constant():
+    one = triax.sharded(lambda x: x + np.ones((1, WIDTH), np.float32), "t h -> t h", cut="t")
+    x = np.zeros((1, WIDTH), np.float32)
+    np.testing.assert_array_equal(run(one, mesh_of("plain"), [x], [P()]), x + 1)
+
+
 def test_integers_are_summed_as_integers():
     x = np.full((ROWS, WIDTH), 2**24 + 1, np.int32)
     total = triax.sharded(lambda x: jnp.sum(x, axis=0), "t h -> h", reduce="t")

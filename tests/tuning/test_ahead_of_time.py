@@ -560,6 +560,17 @@ class TestInputs:
             assert [p.zeroed for p in pointers] == [0, 0, X.nbytes]
 
 
+def test_the_worker_and_the_compiler_have_the_limits_of_the_settings(measurer, monkeypatch):
+    monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "3")
+    monkeypatch.setenv("TRIAX_TUNING_BYTES", "123456")
+    each, limits = threads.each, []
+    monkeypatch.setattr(threads, "each", lambda *of: (limits.append(of[2]), each(*of))[1])
+    explain()
+    (job,) = measurer.jobs
+    assert (job.timeout_s, job.limit_bytes, job.budget_s) == (3, 123456, measure._BUDGET_S)
+    assert 18 in limits  # compiling takes longer than a run
+
+
 class TestRealOperands:
     """What `triax.tune` does for each call that it meets."""
 

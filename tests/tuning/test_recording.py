@@ -1,11 +1,13 @@
 """Records as objects: what is collected and written."""
 
+import dataclasses
 import threading
 
 import pytest
 
 import triax
 from tests.tuning.conftest import DEVICE, X, explain
+from tests.tuning.records import record
 from triax.compat import jax_private
 from triax.errors import ArgumentTypeError, ArgumentValueError
 from triax.tuning import agree, policy, store
@@ -74,6 +76,12 @@ class TestRecord:
         assert records.save(tmp_path / "tuned") == []
         assert why in caplog.text
         assert not (tmp_path / "tuned").exists()
+
+    def test_the_last_of_a_key_counts_in_the_place_of_the_first(self):
+        records, again = triax.Records(), dataclasses.replace(record(0), inputs="real operands")
+        for each in (record(0), record(1), again):
+            records.add(each)
+        assert [*records] == [again, record(1)]
 
     def test_it_ends_with_its_block_whatever_ends_that(self, best):
         with pytest.raises(ZeroDivisionError), triax.record() as records:

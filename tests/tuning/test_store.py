@@ -220,9 +220,8 @@ def test_leftovers_are_what_no_living_writer_has(place):
     names = ".triax-0.part", ".triax-1.part", ".triax-folder", ".movie.part"
     for name in names:
         (place.folder / name).touch()
-    old = time.time() - 3600
-    for name in names[1:]:
-        os.utime(place.folder / name, (old, old))
+    for name, age_s in zip(names, (50, 70, 70, 70), strict=True):
+        os.utime(place.folder / name, (time.time() - age_s,) * 2)
     assert [path.name for path in place.leftovers()] == [".triax-1.part"]
     (place.folder / ".hidden-0.json").touch()  # as some systems keep beside a file
     (place.folder / "notes.txt").touch()

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.moe.activations.case import quantized_glu
 from tests.moe.activations.test_glu import draw
+from triax import moe
 from triax.errors import DifferentiationError
 from triax.moe.shared import target
 from triax.testing import assert_same_bits
@@ -44,3 +45,15 @@ def test_no_derivative():
     gate_up, *_ = draw(6, 40, "float32")
     with pytest.raises(DifferentiationError, match="8 bits has no derivative"):
         jax.grad(lambda x: jnp.sum(run(x, None).scales))(jnp.asarray(gate_up))
+
+
+@pytest.mark.parametrize("to", ["float8_e4m3fn", "float8_e5m2"])
+def test_an_infinity_without_a_nan(to):
+    """A result that overflows leaves its row the scale of the others, as in `quantize`."""
+    gate_up = np.ones((3, 2, 20), np.float16)
+    gate_up[1, :, 7] = 300
+    out = moe.glu(gate_up.reshape(3, 40), implementation="xla")
+    assert np.isinf(np.asarray(out, np.float32)).sum() == 1
+    wanted = moe.quantize(out, to, block=(1, None), implementation="xla")
+    found = run(gate_up.reshape(3, 40), None, dtype=to, implementation="interpret")
+    jax.tree.map(assert_same_bits, jax.tree.leaves(found), jax.tree.leaves(wanted))

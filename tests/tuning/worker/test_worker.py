@@ -101,6 +101,13 @@ def test_more_configs_than_there_is_time_for(driver, caplog):
     assert "tuning kernel: " in caplog.text  # the progress
 
 
+def test_some_config_is_tried_however_little_time_there_is(driver):
+    driver()
+    found, reasons = times(make_job(1, 2, 3, budget_s=0))
+    assert found[1] is not None
+    assert [*reasons] == [2, 3]
+
+
 def test_a_second_worker_has_what_is_left(driver, monkeypatch):
     """The candidates that were not timed, and the rest of the time."""
     driver(die=[2])
