@@ -2,8 +2,9 @@
 
     python -m tests.moe.expert_parallel.programs_of_gpus DEVICES SEED
 
-The processes share the GPUs' memory, whose accesses take a random time. Prints the rows that are
-wrong, and how all ended.
+The processes share the GPUs' memory, whose accesses take a random time; they come in one order for
+all, so that a release or acquire that is missing is not seen. Epochs start close to where a signed
+number wraps around, as after weeks. Prints the rows that are wrong, and how all ended.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from triax.interpreting import inside, memory, run
 from triax.moe.expert_parallel.kernels import _exchange_rows_kernel
 
 EXCHANGES, READERS, ROOM = 5, 2, 1
+FIRST = 2**31 - 1  # the epoch before: no flag has been raised since the job began
 BLOCKS = {"BLOCK_ROWS": 2, "BLOCK_WIDTH": 2, "BLOCK_TOKENS": 4}
 UNIT = peer_memory.PLACES["UNIT"]
 FORK = get_context("fork")
@@ -50,7 +52,7 @@ class Memory(memory.Memory):
 
     def _before(self, access, order, values=None):
         if access.buffer.name.startswith("region"):
-            slow = self._slow and order is None and access.action == "load"
+            slow = order is None and access.action == self._slow
             time.sleep(self._rng.random() * (0.05 if slow else 0.002))
 
     def update(self, *arguments):
@@ -104,7 +106,8 @@ def run_program(device, program, launches, regions, lock, barrier, rng):
         starts = [address // UNIT for address in addresses[:devices]]
         own["peers"] = np.array([*starts, ROOM], np.int32)
         own["position"] = np.array([device], np.int32)
-        seen = Memory(regions, own.items(), lock, device == 0 and program < READERS, rng)
+        slow = ("load" if program < READERS else "") if device == 0 else "store"
+        seen = Memory(regions, own.items(), lock, slow, rng)
         arguments = dict.fromkeys(_exchange_rows_kernel.arg_names)
         for (name, array), address in zip(own.items(), addresses[devices:], strict=True):
             dtype = known("*fp32" if array.dtype == np.float32 else "*i32")
@@ -131,6 +134,10 @@ def run_program(device, program, launches, regions, lock, barrier, rng):
 def main(devices, seed):
     rng = np.random.default_rng(seed)
     regions = [shared(np.zeros((1 + 2 * ROOM) * UNIT // 4, np.int32)) for _ in range(devices)]
+    places = [peer_memory.PLACES[name] for name in ("EPOCH", "ABORT", "ENDED", "BUSY")]
+    come = peer_memory.PLACES["COME"] + peer_memory.PLACES["SPACING"] * np.arange(devices)
+    for region in regions:
+        region[[places[0], *come]] = FIRST
     launches = [draw(rng, devices, sums=bool(number % 2)) for number in range(EXCHANGES)]
     chunks = max(-(-capacity // BLOCKS["BLOCK_ROWS"]) for *_, capacity in launches)
     programs, lock = READERS + devices * chunks, FORK.Lock()
@@ -150,7 +157,8 @@ def main(devices, seed):
     for number, (arrays, expected, _) in enumerate(launches):
         if not np.allclose(arrays["rows"], expected, 1e-5, 1e-5, equal_nan=True):
             print(f"exchange {number}: {arrays['rows']} is not {expected}")
-    places = [peer_memory.PLACES[name] for name in ("EPOCH", "ABORT", "ENDED", "BUSY")]
+    for region in regions:
+        region[places[:1]] -= FIRST  # which wraps around, too
     print(f"exit codes {codes}, {[region[places].tolist() for region in regions]}")
 
 

@@ -30,13 +30,19 @@ def _memory(peers_ptr, device, units, dtype: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _wait(flag, epoch, abort):
+def _wait(flag, epoch, abort, MAY_BE_AHEAD: tl.constexpr = False):
     """Waits until a peer has raised a flag; stops the program with an error if one has died."""
-    # The difference is right even after the epochs have wrapped around.
-    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch < 0:
+    # Epochs wrap around. Most flags are not of every exchange: their last one may be so long ago
+    # that a difference has any sign.
+    while _is_early(tl.atomic_add(flag, 0, sem="acquire", scope="sys") - epoch, MAY_BE_AHEAD):
         dead = tl.load(abort, volatile=True)
         if dead != 0:
             _stop(dead)
+
+
+@triton.jit
+def _is_early(ahead, MAY_BE_AHEAD: tl.constexpr):
+    return ahead < 0 if MAY_BE_AHEAD else ahead != 0
 
 
 @triton.jit
@@ -184,7 +190,7 @@ def _exchange_rows_kernel(
                     tl.store(target, total.to(dtype), inside[:, None] & (column < WIDTH))
         if program == 0:
             for device in range(DEVICES):
-                _wait(here + COME + device * SPACING, epoch, here + ABORT)
+                _wait(here + COME + device * SPACING, epoch, here + ABORT, MAY_BE_AHEAD=True)
     tl.debug_barrier()
     if tl.atomic_add(here + ENDED, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.atomic_xchg(here + ENDED, 0, sem="relaxed")
