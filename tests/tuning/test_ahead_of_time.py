@@ -518,7 +518,7 @@ class TestInputs:
     )
     def test_what_the_worker_is_told_of_a_descriptor(self, measurer, padding, tf32, element):
         configs = [triton.Config({"BM": 16, "BN": bn}) for bn in (32, 16)]
-        kernel = triton.autotune(configs, key=[])(descriptors.host_kernel)
+        kernel = triton.autotune(configs, key=[], restore_value=["desc"])(descriptors.host_kernel)
 
         def call(x):
             descriptor = triax.TensorDescriptor.from_array(
@@ -537,6 +537,7 @@ class TestInputs:
         with triax.tuning_mode("auto"), contextlib.suppress(VersionError):  # of older jaxlibs
             triax.explain(call, np.zeros((35, 44), np.float32))
         (job,) = measurer.jobs
+        assert [buffer.restored for buffer in job.buffers] == [True, False]
         for candidate, width in zip(job.candidates, (32, 16), strict=True):
             told, *others = candidate.parameters
             assert told == messages.TensorMapParameter(
@@ -731,30 +732,6 @@ class TestAgreement:
         thread.join()
         assert (call.source, call.grid) == ("another process of this job", ((1, 1, 1),))
 
-    def test_does_not_wait_where_nobody_can_measure(self, measurer, service, monkeypatch):
-        monkeypatch.setattr(measure, "unavailable", lambda: "cuda-bindings is not installed")
-        service.num_processes = 2
-        service.values[f"triax/unable/{self.key_name()}/1"] = "1"
-        start = time.monotonic()
-        assert explain().source == "first config (mode auto)"
-        assert time.monotonic() - start < 3
-
-    def test_does_not_wait_long_for_claims_or_for_the_claimant(
-        self, measurer, service, monkeypatch, caplog
-    ):
-        monkeypatch.setattr(agree, "_UNCLAIMED_S", 0.2)
-        monkeypatch.setattr(agree, "_CLAIMED_S", 0.4)
-        service.num_processes = 2
-        name = self.key_name()
-        service.values[f"triax/claim/{name}"] = "1"  # which has died since
-        assert explain().source == "measured now"
-        assert "process 1 of this job has not decided" in caplog.text
-        policy.forget()
-        service.values.clear()
-        for path in store.user_store().paths():
-            path.unlink()
-        assert explain("cached").source == "first config (mode cached)"
-
     @staticmethod
     def key_name():
         with triax.tuning_mode("off"):
@@ -777,6 +754,13 @@ def test_unmeasurable_devices_look_up_but_do_not_measure(measurer, monkeypatch):
     assert explain().source == "user store"
     assert explain(x=np.zeros(8, np.float32)).source == "nearest known config (user store)"
     assert explain(x=np.zeros(8, np.float16)).source == "nearest known config (user store)"
+
+
+def test_what_this_process_measured_is_near_without_a_store(measurer):
+    explain()
+    for path in store.user_store().paths():
+        path.unlink()
+    assert explain("cached", x=X[:8]).source == "nearest known config (measured now)"
 
 
 def test_where_nothing_is_measured_slow_configs_come_last(measurer, monkeypatch):

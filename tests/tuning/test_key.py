@@ -9,7 +9,7 @@ from tests.kernels import copy_kernel
 from tests.tuning.conftest import DEVICE
 from triax.binding.launch import ArrayType
 from triax.binding.sources import fingerprint
-from triax.tuning.key import make_key
+from triax.tuning.key import _text, make_key
 
 X = np.zeros(100, np.float32)
 
@@ -31,6 +31,14 @@ def test_it_has_the_dtypes_of_outputs_too():
 def test_it_has_the_fingerprint_of_the_source():
     """Which `tests/binding/test_sources.py` tests."""
     assert key_of(copy_kernel).source == fingerprint(copy_kernel)
+
+
+def test_an_argument_is_what_it_does_and_not_where_it_is():
+    assert _text(None, copy_kernel) == fingerprint(copy_kernel)
+    assert _text(None, (copy_kernel, 3)) == f"({fingerprint(copy_kernel)}, 3)"
+    here = object()
+    assert f"{id(here):x}" in repr(here)
+    assert _text(None, here) == "<object object>"
 
 
 def test_it_has_the_options_of_the_caller_beside_those_of_configs():

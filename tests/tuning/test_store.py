@@ -49,6 +49,10 @@ def test_the_nearest_size_is_found_whatever_its_file_is_called(place):
     found = place.find(key(0))
     assert found is not None
     assert found.key.moved_bytes == 4097
+    place.path(found.key).write_text("{")
+    second = place.find(key(0))
+    assert second is not None
+    assert second.key.moved_bytes == 2048
 
 
 def places_in(value, path=()):

@@ -208,7 +208,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "16 bits, weighted bias": ("16 bits", {"bias": True, "weighted": True}),
     "16 bits, gated": (
         "16 bits",
-        {"activation": moe.Swiglu(up_offset=512.0), "columns": 304, "weighted": True},
+        {"activation": moe.Swiglu(1.5, 40.0, 512.0), "columns": 304, "weighted": True},
     ),
     "16 bits, interleaved": (
         "16 bits",

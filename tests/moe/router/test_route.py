@@ -11,6 +11,8 @@ import pytest
 
 from tests.moe import flat
 from triax import moe
+from triax.moe.router import ops
+from triax.moe.router.configs import RouterSpec
 from triax.testing import assert_close, assert_same_bits
 
 PATHS = ["xla", "interpret"]
@@ -198,3 +200,11 @@ def test_experts_that_there_are_not_weigh_nothing_beside_a_nan(score):
     logits, experts = jnp.array([[jnp.nan, 1.0, 2.0]]), jnp.array([[-1, 3, 0]])
     weights = moe.route(logits, moe.Router(3, score=score), experts=experts).weights
     np.testing.assert_array_equal(weights, [[0, 0, np.nan]])
+
+
+@pytest.mark.parametrize("implementation", PATHS)
+def test_of_equal_scores_no_more_count_than_a_group_is_worth(implementation):
+    """3 + 3 + 1 is less than 4 + 2 + 1.5."""
+    spec = RouterSpec(2, "none", num_groups=2, top_groups=1, group_best=3)
+    logits = jnp.float32([[3, 3, 1, 1, 4, 2, 1.5, 0]])
+    assert ops.choose(logits, None, spec, implementation).experts.tolist() == [[4, 5]]
