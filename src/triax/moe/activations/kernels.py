@@ -56,7 +56,6 @@ def _load(
     width,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Loads float32 blocks of gate and up from column `first` on; if not GATED, up is gate."""
@@ -69,7 +68,7 @@ def _load(
             both = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
             at = gate_ptr + 2 * row * width + both
             block = tl.load(at, mask=inside & (both < 2 * width), other=0.0)
-            gate, up = block.reshape(ROWS, COLUMNS, 2).split()
+            gate, up = block.reshape(rows.shape[0], COLUMNS, 2).split()
         else:
             at = gate_ptr + 2 * row * width + columns
             gate = tl.load(at, mask=mask, other=0.0)
@@ -93,14 +92,11 @@ def _glu(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Computes a block of glu, from column `first` on, in the dtype of gate and up."""
     gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width = operands
-    gate, up = _load(
-        gate_up_ptr, up_ptr, rows, num_rows, first, width, GATED, INTERLEAVED, ROWS, COLUMNS
-    )
+    gate, up = _load(gate_up_ptr, up_ptr, rows, num_rows, first, width, GATED, INTERLEAVED, COLUMNS)
     if LIMIT is not None:
         gate, up, _, _ = _clipped(gate, up, LIMIT)
     out, _ = _curve(gate, CURVE, ALPHA)
@@ -152,7 +148,6 @@ def _glu_kernel(
         ALPHA,
         LIMIT,
         UP_OFFSET,
-        BLOCK_ROWS,
         BLOCK_COLUMNS,
     )
     at, mask = _place(rows, num_rows, first, width, BLOCK_COLUMNS)
@@ -174,9 +169,6 @@ def _quantized_glu_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    INFINITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -194,7 +186,6 @@ def _quantized_glu_kernel(
         ALPHA,
         LIMIT,
         UP_OFFSET,
-        BLOCK_ROWS,
         BLOCK_COLUMNS,
     )
     special = tl.max(largest, 0) >= _INFINITY
@@ -209,10 +200,9 @@ def _quantized_glu_kernel(
             ALPHA,
             LIMIT,
             UP_OFFSET,
-            BLOCK_ROWS,
             BLOCK_COLUMNS,
         )
-    scale = _scale(largest, LARGEST)
+    scale = _scale(largest, values_ptr.dtype.element_ty)
     tl.store(scales_ptr + rows, scale, mask=rows < num_rows)
     inverse = _inverse(scale)[:, None]
     for first in range(0, width, BLOCK_COLUMNS):
@@ -226,13 +216,12 @@ def _quantized_glu_kernel(
             ALPHA,
             LIMIT,
             UP_OFFSET,
-            BLOCK_ROWS,
             BLOCK_COLUMNS,
         )
         if special:
-            values = _quantized(out, inverse, values_ptr, True, NAN, INFINITY)
+            values = _quantized(out, inverse, values_ptr, True)
         else:
-            values = _quantized(out, inverse, values_ptr, False, NAN, INFINITY)
+            values = _quantized(out, inverse, values_ptr, False)
         at, mask = _place(rows, num_rows, first, width, BLOCK_COLUMNS)
         tl.store(values_ptr + at, values, mask=mask)
 
@@ -248,12 +237,13 @@ def _largest_of_glu(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Returns the largest magnitude in each row of the result; FINITE ignores all others."""
     dtype: tl.constexpr = operands[0].dtype.element_ty
-    largest = tl.zeros([ROWS, COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32)
+    largest = tl.zeros(
+        [rows.shape[0], COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
+    )
     for first in range(0, operands[4], COLUMNS):
         out = _glu(
             operands,
@@ -265,7 +255,6 @@ def _largest_of_glu(
             ALPHA,
             LIMIT,
             UP_OFFSET,
-            ROWS,
             COLUMNS,
         )
         sizes = _sizes(out)
@@ -311,16 +300,7 @@ def _glu_grad_kernel(
         columns = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
         mask = inside[:, None] & (columns < width)
         gate, up = _load(
-            gate_up_ptr,
-            up_ptr,
-            rows,
-            num_rows,
-            first,
-            width,
-            GATED,
-            INTERLEAVED,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
+            gate_up_ptr, up_ptr, rows, num_rows, first, width, GATED, INTERLEAVED, BLOCK_COLUMNS
         )
         gradient = tl.load(gradient_ptr + row * width + columns, mask=mask, other=0.0)
         gradient = gradient.to(tl.float32)

@@ -12,7 +12,6 @@ from triax.binding.launch import KernelImplementation
 from triax.moe.activations.reference import GluSpec, quantized_glu_reference
 from triax.moe.quantization.configs import RowsConfig
 from triax.moe.quantization.launchers import rounds_to
-from triax.moe.quantization.reference import FORMATS
 from triax.moe.shared import blocks
 from triax.moe.shared.arrays import absent
 from triax.moe.shared.launching import launch
@@ -84,7 +83,7 @@ def _quantized_glu(
     if not rounds_to(dtype, target, implementation):
         return quantized_glu_reference(gate_up, up, row_weights, spec=spec, dtype=dtype)
     num_rows, width = _shape(gate_up, up, spec)
-    block, format_ = RowsConfig.for_depth(width), FORMATS[dtype]
+    block = RowsConfig.for_depth(width)
     values, scales = launch(
         _quantized_glu_kernel,
         gate_up,
@@ -99,9 +98,6 @@ def _quantized_glu(
         grid=-(-num_rows // block.block_rows),
         config=(spec, block),
         implementation=implementation,
-        LARGEST=format_.largest,
-        NAN=format_.nan,
-        INFINITY=format_.infinity,
     )
     return values, scales[:, None]
 

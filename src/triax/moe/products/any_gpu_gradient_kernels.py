@@ -18,7 +18,6 @@ from triax.moe.products.any_gpu_kernels import (
     _store_rows,
 )
 from triax.moe.quantization.kernels import (
-    _INFINITY,
     _inverse,
     _largest_of_columns,
     _read_back,
@@ -84,9 +83,6 @@ def _quantize_groups_kernel(
     scales_ptr,
     NUM_GROUPS: tl.constexpr,
     TILE: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    INFINITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -97,40 +93,18 @@ def _quantize_groups_kernel(
     columns = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     start = tl.load(bounds_ptr + group)
     end = tl.load(bounds_ptr + group + 1)
-    largest = _largest_of_columns(
-        rows_ptr, source_ptr, num_rows, start, end, columns, end, num_columns, BLOCK_ROWS, False
-    )
-    special = tl.max(largest, 0) >= _INFINITY
-    if special:
-        largest = _largest_of_columns(
-            rows_ptr, source_ptr, num_rows, start, end, columns, end, num_columns, BLOCK_ROWS, True
-        )
-    scale = _scale(largest, LARGEST)
+    source = rows_ptr, source_ptr, num_rows, end, num_columns
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
+    largest, special = _largest_of_columns(source, start, end, columns, dtype, BLOCK_ROWS)
+    scale = _scale(largest, dtype)
     at = scales_ptr + group.to(tl.int64) * num_columns + columns
     tl.store(at, scale, mask=columns < num_columns)
     scale = _read_back(at, columns < num_columns)
     first = tl.load(bounds_ptr + NUM_GROUPS + 1 + group) * TILE
     size = tl.cdiv(end - start, TILE) * TILE
-    _round_columns(
-        rows_ptr,
-        source_ptr,
-        num_rows,
-        start,
-        start + size,
-        columns,
-        end,
-        num_columns,
-        _inverse(scale),
-        special,
-        values_ptr,
-        first,
-        first + size,
-        padded,
-        True,
-        NAN,
-        INFINITY,
-        BLOCK_ROWS,
-    )
+    stop, inverse = start + size, _inverse(scale)
+    target = values_ptr, first, first + size, padded
+    _round_columns(source, start, stop, columns, inverse, special, target, True, BLOCK_ROWS)
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from triax.moe.products.row_tiles import (
     triton_dtype,
 )
 from triax.moe.quantization.launchers import rounds_to
-from triax.moe.quantization.reference import FORMATS
 from triax.moe.shared.arrays import absent, stored
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
@@ -78,7 +77,6 @@ def quantize_groups(
     columns = rows.shape[1]
     count, num_groups = len(rows if source is None else source), bounds.shape[1] - 1
     padded = (count + (TILE - 1) * min(num_groups, count)) // TILE * TILE
-    format_ = FORMATS[dtype]
     return launch(
         _quantize_groups_kernel,
         rows,
@@ -100,9 +98,6 @@ def quantize_groups(
         backend_options={"enable_fp_fusion": False},
         NUM_GROUPS=num_groups,
         TILE=TILE,
-        LARGEST=format_.largest,
-        NAN=format_.nan,
-        INFINITY=format_.infinity,
     )
 
 

@@ -39,8 +39,11 @@ def _float32(sizes, dtype: tl.constexpr):
 
 
 @triton.jit
-def _scale(largest, LARGEST: tl.constexpr):
-    """Returns the scales of blocks from their largest sizes; NaN where a size is not finite."""
+def _scale(largest, dtype: tl.constexpr):
+    """Returns scales of blocks of `dtype` from their largest sizes; NaN where one is not finite."""
+    LARGEST: tl.constexpr = (
+        127.0 if dtype == tl.int8 else 448.0 if dtype == tl.float8e4nv else 57344.0
+    )
     size = largest.to(tl.float32, bitcast=True)
     scale = tl.div_rn(size, tl.full(size.shape, LARGEST, tl.float32))
     scale = tl.where(scale > 1.1754943508222875e-38, scale, 1.1754943508222875e-38)  # 2**-126
@@ -53,9 +56,7 @@ def _inverse(scale):
 
 
 @triton.jit
-def _quantized(
-    x, inverse, out_ptr, SPECIAL: tl.constexpr, NAN: tl.constexpr, INFINITY: tl.constexpr
-):
+def _quantized(x, inverse, out_ptr, SPECIAL: tl.constexpr):
     """Quantizes numbers to the dtype of `out_ptr`; with SPECIAL some numbers may not be finite.
 
     SPECIAL takes twice the instructions, so callers have a loop with it, a loop without it, and one
@@ -64,7 +65,7 @@ def _quantized(
     x = x.to(tl.float32)
     q = x * inverse
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if NAN is None:
+    if dtype == tl.int8:
         # Adding 1.5 * 2**23 rounds to an integer, and puts it into the lowest bits.
         whole = (q + 12582912.0).to(tl.int32, bitcast=True)
         return tl.where(inverse == inverse, whole, 0).to(tl.int8)
@@ -72,10 +73,11 @@ def _quantized(
         codes = q.to(dtype).to(tl.uint8, bitcast=True)
         if SPECIAL:
             sizes = _sizes(x)
-            known = tl.full(codes.shape, NAN, tl.uint8)
-            if INFINITY != NAN:
-                infinity = tl.where(x < 0, INFINITY | 0x80, INFINITY).to(tl.uint8)
-                known = tl.where(sizes == _INFINITY, infinity, known)
+            if dtype == tl.float8e4nv:  # it has no infinity
+                known = tl.full(codes.shape, 0x7F, tl.uint8)
+            else:
+                infinity = tl.where(x < 0, 0xFC, 0x7C).to(tl.uint8)
+                known = tl.where(sizes == _INFINITY, infinity, tl.full(codes.shape, 0x7E, tl.uint8))
             codes = tl.where(sizes < _INFINITY, codes, known)
         return codes.to(dtype, bitcast=True)
 
@@ -89,15 +91,13 @@ def _quantize_rows_kernel(
     values_ptr,
     scales_ptr,
     BLOCK: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    INFINITY: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     # A program takes BLOCK_ROWS blocks: each BLOCK numbers of a row, or a whole row if BLOCK is
     # None. Without AT_ONCE it reads the blocks twice, the second time from the cache.
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
     index = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = (index < num_blocks)[:, None]
     columns = tl.arange(0, BLOCK_COLUMNS)[None, :]
@@ -114,67 +114,40 @@ def _quantize_rows_kernel(
         tl.static_assert(BLOCK is None)
         largest = _largest_of_rows(x_ptr + row, inside, columns, depth, BLOCK_COLUMNS, False)
     special = tl.max(largest, 0) >= _INFINITY
-    if NAN is not None:
+    if dtype != tl.int8:
         if special:
             if AT_ONCE:
                 largest = _float32(tl.max(_finite(_sizes(x), x.dtype), 1), x.dtype)
             else:
                 largest = _largest_of_rows(x_ptr + row, inside, columns, depth, BLOCK_COLUMNS, True)
-    scale = _scale(largest, LARGEST)
+    scale = _scale(largest, dtype)
     tl.store(scales_ptr + index, scale, mask=index < num_blocks)
     inverse = _inverse(scale)[:, None]
     if AT_ONCE:
         if special:
-            values = _quantized(x, inverse, values_ptr, True, NAN, INFINITY)
+            values = _quantized(x, inverse, values_ptr, True)
         else:
-            values = _quantized(x, inverse, values_ptr, False, NAN, INFINITY)
+            values = _quantized(x, inverse, values_ptr, False)
         tl.store(values_ptr + row + columns, values, mask=mask)
     elif special:
         _round_rows(
-            x_ptr + row,
-            inside,
-            columns,
-            depth,
-            inverse,
-            values_ptr + row,
-            BLOCK_COLUMNS,
-            True,
-            NAN,
-            INFINITY,
+            x_ptr + row, inside, columns, depth, inverse, values_ptr + row, BLOCK_COLUMNS, True
         )
     else:
         _round_rows(
-            x_ptr + row,
-            inside,
-            columns,
-            depth,
-            inverse,
-            values_ptr + row,
-            BLOCK_COLUMNS,
-            False,
-            NAN,
-            INFINITY,
+            x_ptr + row, inside, columns, depth, inverse, values_ptr + row, BLOCK_COLUMNS, False
         )
 
 
 @triton.jit
 def _round_rows(
-    row_ptr,
-    inside,
-    columns,
-    depth,
-    inverse,
-    values_ptr,
-    STEP: tl.constexpr,
-    SPECIAL: tl.constexpr,
-    NAN: tl.constexpr,
-    INFINITY: tl.constexpr,
+    row_ptr, inside, columns, depth, inverse, values_ptr, STEP: tl.constexpr, SPECIAL: tl.constexpr
 ):
     """Quantizes and stores rows, STEP columns at a time."""
     for first in range(0, depth, STEP):
         mask = inside & (first + columns < depth)
         x = tl.load(row_ptr + first + columns, mask=mask, other=0.0)
-        values = _quantized(x, inverse, values_ptr, SPECIAL, NAN, INFINITY)
+        values = _quantized(x, inverse, values_ptr, SPECIAL)
         tl.store(values_ptr + first + columns, values, mask=mask)
 
 
@@ -200,14 +173,12 @@ def _quantize_tiles_kernel(
     values_ptr,
     scales_ptr,
     TRANSPOSED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    INFINITY: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
     # A program takes a tile of a group [depth, width], with one scale. It reads the tile twice,
     # BLOCK_DEPTH rows at a time; the second time from the cache.
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
     column_tiles = tl.cdiv(width, TILE)
     row_tiles = tl.cdiv(depth, TILE)
     tiles = column_tiles * row_tiles
@@ -218,40 +189,15 @@ def _quantize_tiles_kernel(
     start = row_tile * TILE
     stop = start + TILE
     columns = column_tile * TILE + tl.arange(0, TILE)
-    x_ptr += group * depth * width
-    largest = _largest_of_columns(
-        x_ptr, None, depth, start, stop, columns, depth, width, BLOCK_DEPTH, False
-    )
-    special = tl.max(largest, 0) >= _INFINITY
-    if NAN is not None:
-        if special:
-            largest = _largest_of_columns(
-                x_ptr, None, depth, start, stop, columns, depth, width, BLOCK_DEPTH, True
-            )
-    scale = _scale(tl.full([1], 0, tl.int32) + tl.max(largest, 0), LARGEST)
+    source = x_ptr + group * depth * width, None, depth, depth, width
+    largest, special = _largest_of_columns(source, start, stop, columns, dtype, BLOCK_DEPTH)
+    scale = _scale(tl.full([1], 0, tl.int32) + tl.max(largest, 0), dtype)
     if TRANSPOSED:
         tile = column_tile * row_tiles + row_tile
     tl.store(scales_ptr + group * tiles + tile + tl.arange(0, 1), scale)
-    _round_columns(
-        x_ptr,
-        None,
-        depth,
-        start,
-        stop,
-        columns,
-        depth,
-        width,
-        _inverse(scale),
-        special,
-        values_ptr + group * depth * width,
-        start,
-        depth,
-        depth,
-        TRANSPOSED,
-        NAN,
-        INFINITY,
-        BLOCK_DEPTH,
-    )
+    inverse = _inverse(scale)
+    target = values_ptr + group * depth * width, start, depth, depth
+    _round_columns(source, start, stop, columns, inverse, special, target, TRANSPOSED, BLOCK_DEPTH)
 
 
 @triton.jit
@@ -261,49 +207,22 @@ def _quantize_columns_kernel(
     width,
     values_ptr,
     scales_ptr,
-    LARGEST: tl.constexpr,
-    NAN: tl.constexpr,
-    INFINITY: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     # A program takes some columns of a group [depth, width]. It reads the columns twice, to find
     # their largest numbers and to round all numbers, and writes the columns as rows.
+    dtype: tl.constexpr = values_ptr.dtype.element_ty
     column_tiles = tl.cdiv(width, BLOCK_COLUMNS)
     group = tl.program_id(0).to(tl.int64) // column_tiles
     columns = tl.program_id(0) % column_tiles * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    x_ptr += group * depth * width
-    largest = _largest_of_columns(
-        x_ptr, None, depth, 0, depth, columns, depth, width, BLOCK_DEPTH, False
-    )
-    special = tl.max(largest, 0) >= _INFINITY
-    if NAN is not None:
-        if special:
-            largest = _largest_of_columns(
-                x_ptr, None, depth, 0, depth, columns, depth, width, BLOCK_DEPTH, True
-            )
+    source = x_ptr + group * depth * width, None, depth, depth, width
+    largest, special = _largest_of_columns(source, 0, depth, columns, dtype, BLOCK_DEPTH)
     at = scales_ptr + group * width + columns
-    tl.store(at, _scale(largest, LARGEST), mask=columns < width)
-    _round_columns(
-        x_ptr,
-        None,
-        depth,
-        0,
-        depth,
-        columns,
-        depth,
-        width,
-        _inverse(_read_back(at, columns < width)),
-        special,
-        values_ptr + group * depth * width,
-        0,
-        depth,
-        depth,
-        True,
-        NAN,
-        INFINITY,
-        BLOCK_DEPTH,
-    )
+    tl.store(at, _scale(largest, dtype), mask=columns < width)
+    inverse = _inverse(_read_back(at, columns < width))
+    target = values_ptr + group * depth * width, 0, depth, depth
+    _round_columns(source, 0, depth, columns, inverse, special, target, True, BLOCK_DEPTH)
 
 
 @triton.jit
@@ -317,37 +236,39 @@ def _read_back(at, mask):
     return tl.load(at, mask=mask, other=1.0)
 
 
+# In these, `source` is x_ptr, source_ptr, num_source, end and width. Rows are read before `end`,
+# and zeros past it. With `source_ptr`, row i is the row of `x_ptr` that `source_ptr` has for i, or
+# zeros if that is not among `num_source` rows.
+
+
 @triton.jit
-def _largest_of_columns(
-    x_ptr,
-    source_ptr,
-    num_source,
-    start,
-    stop,
-    columns,
-    end,
-    width,
-    STEP: tl.constexpr,
-    FINITE: tl.constexpr,
-):
-    """Returns the size of each column's largest number, from row `start` to `stop`."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+def _largest_of_columns(source, start, stop, columns, to: tl.constexpr, STEP: tl.constexpr):
+    """Returns the size of each column's largest number, and whether there was one not finite.
+
+    If so, the largest is that of the finite numbers, unless `to`, the dtype to round to, is int8.
+    """
+    largest = _largest_size(source, start, stop, columns, STEP, False)
+    special = tl.max(largest, 0) >= _INFINITY
+    if to != tl.int8:
+        if special:
+            largest = _largest_size(source, start, stop, columns, STEP, True)
+    return largest, special
+
+
+@triton.jit
+def _largest_size(source, start, stop, columns, STEP: tl.constexpr, FINITE: tl.constexpr):
+    dtype: tl.constexpr = source[0].dtype.element_ty
     integer: tl.constexpr = tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
     largest = tl.zeros([STEP, columns.shape[0]], integer)
     for first in range(start, stop, STEP):
-        rows = first + tl.arange(0, STEP)
-        sizes = _sizes(_load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width))
+        sizes = _sizes(_load_tile(source, first + tl.arange(0, STEP), columns))
         largest = tl.maximum(largest, _finite(sizes, dtype) if FINITE else sizes)
     return _float32(tl.max(largest, 0), dtype)
 
 
 @triton.jit
-def _load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width):
-    """Loads rows before `end`; zeros past it.
-
-    With `source_ptr`, row i is the row of `x_ptr` that `source_ptr` has for i, or zeros if that is
-    not among `num_source` rows.
-    """
+def _load_tile(source, rows, columns):
+    x_ptr, source_ptr, num_source, end, width = source
     inside = rows < end
     if source_ptr is not None:
         rows = tl.load(source_ptr + rows, mask=inside, other=-1)
@@ -358,84 +279,41 @@ def _load_tile(x_ptr, source_ptr, num_source, rows, columns, end, width):
 
 @triton.jit
 def _round_columns(
-    x_ptr,
-    source_ptr,
-    num_source,
+    source,
     start,
     stop,
     columns,
-    end,
-    width,
     inverse,
     special,
-    values_ptr,
-    to,
-    to_end,
-    to_depth,
+    target,
     TRANSPOSED: tl.constexpr,
-    NAN: tl.constexpr,
-    INFINITY: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Quantizes columns from row `start` to `stop`, and stores rows from `to` up to `to_end`.
+    """Quantizes columns from row `start` to `stop`, and stores them.
 
-    TRANSPOSED columns become rows of `to_depth` numbers. The last rows are rounded first, because
-    they are still in the cache.
+    `target` is values_ptr, the first row there, the end of rows and the depth: TRANSPOSED columns
+    become rows of so many numbers. The last rows are rounded first, because they are still in the
+    cache.
     """
     last = (tl.cdiv(stop - start, STEP) - 1) * STEP
     if special:
         for step in range(0, stop - start, STEP):
             rows = last - step + tl.arange(0, STEP)
-            x = _load_tile(x_ptr, source_ptr, num_source, start + rows, columns, end, width)
-            _store_tile(
-                x,
-                inverse,
-                values_ptr,
-                to + rows,
-                to_end,
-                to_depth,
-                columns,
-                width,
-                TRANSPOSED,
-                True,
-                NAN,
-                INFINITY,
-            )
+            x = _load_tile(source, start + rows, columns)
+            _store_tile(x, inverse, target, rows, columns, source[4], TRANSPOSED, True)
     else:
         for step in range(0, stop - start, STEP):
             rows = last - step + tl.arange(0, STEP)
-            x = _load_tile(x_ptr, source_ptr, num_source, start + rows, columns, end, width)
-            _store_tile(
-                x,
-                inverse,
-                values_ptr,
-                to + rows,
-                to_end,
-                to_depth,
-                columns,
-                width,
-                TRANSPOSED,
-                False,
-                NAN,
-                INFINITY,
-            )
+            x = _load_tile(source, start + rows, columns)
+            _store_tile(x, inverse, target, rows, columns, source[4], TRANSPOSED, False)
 
 
 @triton.jit
 def _store_tile(
-    x,
-    inverse,
-    values_ptr,
-    rows,
-    end,
-    depth,
-    columns,
-    width,
-    TRANSPOSED: tl.constexpr,
-    SPECIAL: tl.constexpr,
-    NAN: tl.constexpr,
-    INFINITY: tl.constexpr,
+    x, inverse, target, rows, columns, width, TRANSPOSED: tl.constexpr, SPECIAL: tl.constexpr
 ):
+    values_ptr, first, end, depth = target
+    rows = first + rows
     if TRANSPOSED:  # before rounding: one instruction transposes 16-bit numbers
         x = tl.trans(x)
         inverse = inverse[:, None]
@@ -445,5 +323,5 @@ def _store_tile(
         inverse = inverse[None, :]
         at = rows.to(tl.int64)[:, None] * width + columns[None, :]
         mask = (rows < end)[:, None] & (columns < width)[None, :]
-    values = _quantized(x, inverse, values_ptr, SPECIAL, NAN, INFINITY)
+    values = _quantized(x, inverse, values_ptr, SPECIAL)
     tl.store(values_ptr + at, values, mask=mask)

@@ -12,7 +12,7 @@ import numpy as np
 from triax.binding.launch import KernelImplementation
 from triax.errors import UnsupportedError
 from triax.moe.quantization.configs import TILE, Kernel, RowsConfig
-from triax.moe.quantization.reference import FORMATS, quantize_reference
+from triax.moe.quantization.reference import quantize_reference
 from triax.moe.quantization.scaled import num_blocks, swapped
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target, for_target
@@ -77,7 +77,6 @@ def _quantize(
 
     if not rounds_to(dtype, target, implementation):
         return quantize_reference(array, block=block, dtype=dtype, transposed=transposed)
-    format_ = FORMATS[dtype]
     scales = num_blocks(array.shape, block)
     options: dict[str, Any] = {
         "out_type": (
@@ -87,9 +86,6 @@ def _quantize(
         "implementation": implementation,
         # A multiplication must not be fused with the rounding after it.
         "backend_options": {"enable_fp_fusion": False},
-        "LARGEST": format_.largest,
-        "NAN": format_.nan,
-        "INFINITY": format_.infinity,
     }
     depth = array.shape[-1]
     if kernel in ("rows", "parts"):
