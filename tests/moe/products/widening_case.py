@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,23 +14,17 @@ from tests.moe.draws import Rng
 from tests.moe.products.case import Shape
 from tests.moe.products.scaled_case import E4M3, E8M0, QUICK, TILED, Weights
 from triax.moe.products import few_rows, ops
-from triax.moe.shared.target import for_target
 
 
 def widened(weights: Any, dtype: str, implementation: Any) -> Any:
     """As products of many rows do, but for scales of the whole depth, which they multiply later."""
     if weights.tiled:
-        how = {"dtype": jnp.dtype(dtype), "implementation": implementation}
-        return ops.dequantize_tiles(weights, **how)
+        return ops.dequantize_tiles(weights, dtype=jnp.dtype(dtype), implementation=implementation)
     if implementation == "xla":
         return weights.dequantize(dtype).swapaxes(1, 2)
 
-    def run(target: Any, weights: Any, implementation: Any) -> Any:
-        how = {"implementation": implementation, "scaled": True}
-        return few_rows.widen(target, weights, dtype, **how).values
-
-    out_type = jax.ShapeDtypeStruct(weights.mT.shape, dtype)
-    return for_target(run, weights, out_type=out_type, implementation=implementation)
+    how = {"implementation": implementation, "scaled": True}
+    return few_rows.widen(weights, dtype, **how).values
 
 
 def widen(path: str, shape: Shape, kind: str, dtype: str = "bfloat16", **options: Any) -> Case:

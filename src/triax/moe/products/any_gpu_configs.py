@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from triax.architectures import Architecture
 from triax.moe.products.thresholds import LARGEST_TILE, NARROW_ROWS_OF_8_BITS
@@ -20,6 +20,8 @@ _LEAST_STAGES = 2
 # Rows that tensor cores need to read operands from shared memory.
 _LEAST_FROM_SHARED = 64
 _BARRIERS_AND_SCALES = 2048
+
+_Config = TypeVar("_Config", "DotConfig", "OuterConfig")
 
 
 class Itemsizes(NamedTuple):
@@ -102,13 +104,7 @@ class DotConfig:
         else:  # weight loads in flight limit the speed
             deeper = fit(depth, 2 * _LINE_BYTES // itemsize) if itemsize <= 2 else deep
             config = cls(few, wide, max(deep, deeper), 8, 4, True, 1)
-        return config.fitted(target.architecture, itemsizes, tma)
-
-    def fitted(self, architecture: Architecture, itemsizes: Itemsizes, tma: bool) -> DotConfig:
-        """Returns the config with the stages that fit shared memory, shallower if two do not."""
-        block = self.block_rows, self.block_columns, self.block_depth
-        stages, depth = _that_fit(block, self.num_stages, architecture, itemsizes, tma)
-        return dataclasses.replace(self, num_stages=stages, block_depth=depth)
+        return _fitted(config, target.architecture, itemsizes, tma)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,31 +151,23 @@ class OuterConfig:
             config = cls(fit(left, 128), fit(right, widest), deep, 8, 3, True)
         else:
             config = cls(fit(left, 128), fit(right, 128), deep, 8, 4, tma)
-        return config.fitted(target.architecture, itemsizes, tma)
-
-    def fitted(self, architecture: Architecture, itemsizes: Itemsizes, tma: bool) -> OuterConfig:
-        """Returns the config with the stages that fit shared memory, fewer rows if two do not."""
-        block = self.block_left, self.block_right, self.block_rows
-        stages, depth = _that_fit(block, self.num_stages, architecture, itemsizes, tma)
-        return dataclasses.replace(self, num_stages=stages, block_rows=depth)
+        return _fitted(config, target.architecture, itemsizes, tma)
 
 
-def _that_fit(
-    block: tuple[int, int, int],
-    num_stages: int,
-    architecture: Architecture,
-    itemsizes: Itemsizes,
-    tma: bool,
-) -> tuple[int, int]:
-    """Returns the most stages, and then the deepest block, that fit shared memory."""
-    rows, columns, depth = block
+def _fitted(
+    config: _Config, architecture: Architecture, itemsizes: Itemsizes, tma: bool
+) -> _Config:
+    """Returns a config with the most stages, and then the deepest block, that fit shared memory."""
+    stages = config.num_stages
+    rows, columns, depth = dataclasses.astuple(config)[:3]
     limit = architecture.shared_bytes
-    while shared_bytes((rows, columns, depth), num_stages, architecture, itemsizes, tma) > limit:
-        if num_stages > _LEAST_STAGES:
-            num_stages -= 1
+    while shared_bytes((rows, columns, depth), stages, architecture, itemsizes, tma) > limit:
+        if stages > _LEAST_STAGES:
+            stages -= 1
         else:
             depth //= 2
-    return num_stages, depth
+    name = dataclasses.fields(config)[2].name
+    return dataclasses.replace(config, num_stages=stages, **{name: depth})
 
 
 def shared_bytes(

@@ -47,31 +47,6 @@ def _num_steps(
 
 
 @triton.jit
-def _store_outer(
-    out,
-    block,
-    group,
-    first,
-    second,
-    num_left,
-    num_right,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Stores a block of a group's left × right in two halves: half the shared memory is enough."""
-    HALF: tl.constexpr = RIGHT // 2
-    near, far = _halves(block, LEFT, RIGHT)
-    if TMA:
-        out.store([group, first, second], near.reshape(1, LEFT, HALF))
-        out.store([group, first, second + HALF], far.reshape(1, LEFT, HALF))
-    else:
-        matrix = out + group.to(tl.int64) * num_left * num_right
-        _store_rows(matrix, near, first, num_left, second, num_right, LEFT, HALF, False)
-        _store_rows(matrix, far, first, num_left, second + HALF, num_right, LEFT, HALF, False)
-
-
-@triton.jit
 def _quantize_groups_kernel(
     rows_ptr,
     source_ptr,
@@ -144,6 +119,7 @@ def _group_outer_kernel(
     # addresses change only right before the loads: otherwise Triton could not run loads ahead of
     # products. A tile's rows are summed in order.
     # With scales both sides are 8-bit columns, [columns, padded], in which groups begin at tiles.
+    half: tl.constexpr = BLOCK_RIGHT // 2
     left_tiles = tl.cdiv(num_left, BLOCK_LEFT)
     right_tiles = tl.cdiv(num_right, BLOCK_RIGHT)
     per_group = left_tiles * right_tiles
@@ -195,18 +171,19 @@ def _group_outer_kernel(
                 block *= scales[:, None]
                 scales = _of_columns(right_scales_ptr, group, second, num_right, BLOCK_RIGHT)
                 block *= scales[None, :]
-            _store_outer(
-                out,
-                block.to(DTYPE),
-                group,
-                first,
-                second,
-                num_left,
-                num_right,
-                BLOCK_LEFT,
-                BLOCK_RIGHT,
-                OUT_TMA,
-            )
+            # Stored in two halves, for which half the shared memory is enough.
+            near, far = _halves(block.to(DTYPE), BLOCK_LEFT, BLOCK_RIGHT)
+            if OUT_TMA:
+                out.store([group, first, second], near.reshape(1, BLOCK_LEFT, half))
+                out.store([group, first, second + half], far.reshape(1, BLOCK_LEFT, half))
+            else:
+                matrix = out + group.to(tl.int64) * num_left * num_right
+                _store_rows(
+                    matrix, near, first, num_left, second, num_right, BLOCK_LEFT, half, False
+                )
+                _store_rows(
+                    matrix, far, first, num_left, second + half, num_right, BLOCK_LEFT, half, False
+                )
             total = tl.zeros([BLOCK_LEFT, BLOCK_RIGHT], tl.float32)
 
 

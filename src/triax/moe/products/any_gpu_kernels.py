@@ -226,35 +226,6 @@ def _column_scales(
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
-def _bias(
-    pointer,
-    weights_ptr,
-    group,
-    row,
-    end,
-    column,
-    num_columns,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Loads both halves of a block of a group's bias, and the weights of the block's rows, or [1].
-
-    A half has no more elements than a program has threads, so each thread loads those that it
-    needs. Of a whole block, threads would exchange elements, and wait for that before the next
-    product.
-    """
-    which = column + tl.arange(0, HALF)
-    at = pointer + group.to(tl.int64) * num_columns + which
-    near = tl.load(at, mask=which < num_columns, other=0.0)
-    far = tl.load(at + HALF, mask=which + HALF < num_columns, other=0.0)
-    weight = tl.full([1], 1.0, tl.float32)
-    if weights_ptr is not None:
-        which = row + tl.arange(0, ROWS)
-        weight = tl.load(weights_ptr + which, mask=which < end, other=0.0)
-    return near, far, weight
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _ragged_dot_kernel(
     rows,
@@ -291,6 +262,8 @@ def _ragged_dot_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=TMA):
         group, row, end, column_tile = _tile(tiles_ptr, tile, num_column_tiles, BLOCK_ROWS)
         column = column_tile * BLOCK_COLUMNS
+        if group_scales_ptr is not None:
+            of_weights = group_scales_ptr, group, column, num_columns, depth
         total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
         for start in range(0, depth, BLOCK_DEPTH):
             if TMA:
@@ -326,44 +299,28 @@ def _ragged_dot_kernel(
                     )[:, None]
                 if WEIGHT_DEPTH is not None:
                     scale *= _column_scales(
-                        group_scales_ptr,
-                        group,
-                        column,
-                        num_columns,
-                        depth,
-                        start,
-                        BLOCK_COLUMNS,
-                        WEIGHT_COLUMNS,
-                        WEIGHT_DEPTH,
-                        TRANSPOSED,
+                        *of_weights, start, BLOCK_COLUMNS, WEIGHT_COLUMNS, WEIGHT_DEPTH, TRANSPOSED
                     )[None, :]
                 total += tl.dot(x, w, input_precision=PRECISION) * scale
         if bias_ptr is not None:  # loaded before the wait for the last product
-            near, far, bias_weight = _bias(
-                bias_ptr,
-                bias_weights_ptr,
-                group,
-                row,
-                end,
-                column,
-                num_columns,
-                BLOCK_ROWS,
-                half,
-            )
+            # A half has no more elements than a program has threads, so each thread loads those
+            # that it needs. Of a whole block, threads would exchange elements, and wait for that
+            # before the next product.
+            which = column + tl.arange(0, half)
+            at = bias_ptr + group.to(tl.int64) * num_columns + which
+            near = tl.load(at, mask=which < num_columns, other=0.0)
+            far = tl.load(at + half, mask=which + half < num_columns, other=0.0)
+            bias_weight = tl.full([1], 1.0, tl.float32)
+            if bias_weights_ptr is not None:
+                rows_of_block = row + tl.arange(0, BLOCK_ROWS)
+                bias_weight = tl.load(
+                    bias_weights_ptr + rows_of_block, mask=rows_of_block < end, other=0.0
+                )
         if row_scales_ptr is not None and ROW_BLOCK is None:
             total *= _row_scales(row_scales_ptr, row, end, depth, 0, BLOCK_ROWS, None)[:, None]
         if group_scales_ptr is not None and WEIGHT_DEPTH is None:
             total *= _column_scales(
-                group_scales_ptr,
-                group,
-                column,
-                num_columns,
-                depth,
-                0,
-                BLOCK_COLUMNS,
-                WEIGHT_COLUMNS,
-                None,
-                TRANSPOSED,
+                *of_weights, 0, BLOCK_COLUMNS, WEIGHT_COLUMNS, None, TRANSPOSED
             )[None, :]
         # Stored in two halves, one after the other, for which half the shared memory is enough.
         left, right = _halves(total, BLOCK_ROWS, BLOCK_COLUMNS)

@@ -28,9 +28,8 @@ from triax.moe.quantization.packing import (
     whole_tiles,
     words_of_tile,
 )
-from triax.moe.quantization.scaled import ScaledArray, filled, swapped, widened
+from triax.moe.quantization.scaled import ScaledArray, filled, widened
 from triax.moe.shared.launching import launch
-from triax.moe.shared.target import Target, for_target
 
 ONE_ORDER = "sums whose order depends on the number of rows (`triax.same_bits` is on)"
 _LEAST_SCALED = 32  # of the depth share a scale that multiplies sums
@@ -110,7 +109,7 @@ def dequantized(product: RaggedDot) -> RaggedDot:
     """Returns the product with dequantized weights, which other kernels take."""
     rows, w, weights = product.left.values, product.right, product.weights
     if w.packed or (w.deep and rows.dtype == jnp.bfloat16):
-        w = widen(product.target, weights, rows.dtype, implementation=product.implementation)
+        w = widen(weights, rows.dtype, implementation=product.implementation)
     if has_many_rows(product) and rows.dtype.itemsize == 2:
         w = w._replace(values=w.values.astype(rows.dtype))  # exact
     return dataclasses.replace(product, right=w)
@@ -187,30 +186,17 @@ def few_rows(product: RaggedDot) -> jax.Array:
         scales = scales.reshape(num_groups, columns // TILE, -1, TILE)
         box_of_scales = 1, tiles_of_block, config.block_depth // w.least_deep, TILE
         scales = TensorDescriptor.from_array(scales, box_of_scales)
-    return launch(
+    return _launch(
         _few_rows_kernel,
+        product,
         bounded_by_group(_renumbered(product.left.values, order), config.block_rows, depth_of_rows),
         TensorDescriptor.from_array(weights, box),
         tiles,
         scales,
-        w.zeros,
-        w.global_scales,
-        product.bias,
-        product.bias_weights,
-        num_rows,
-        depth,
-        columns,
-        out_type=product.out_type,
         grid=min(num_tiles, (config.programs or num_tiles) * target.multiprocessors),
         config=config,
         backend_options={"maxnreg": config.registers} if config.registers else None,
-        PACKED=w.packed,
-        CODES=w.codes,
         AT_ONCE=at_once,
-        implementation=implementation,
-        DTYPE=triton_dtype(product.options.dtype),
-        SCALE_COLUMNS=w.wide,
-        SCALE_DEPTH=w.deep,
     )
 
 
@@ -239,31 +225,42 @@ def very_few_rows(product: RaggedDot) -> jax.Array:
     tiles = None
     if not in_programs:
         tiles, _ = schedule(groups, num_rows, config.block_rows, implementation)
-    return launch(
+    return _launch(
         _very_few_rows_kernel,
+        product,
         product.left.values,
         w.values,
         tiles,
         groups.sizes if in_programs else None,
         groups.first_row if in_programs else None,
         _scales(w),
+        grid=(cdiv(num_rows, config.block_rows) + in_use) * column_tiles,
+        config=config,
+        NUM_GROUPS=num_groups if in_programs else 0,
+    )
+
+
+def _launch(kernel: Any, product: RaggedDot, *operands: Any, **options: Any) -> Any:
+    """Launches a kernel on its own `operands`, and on those that both kernels take."""
+    w = product.right
+    return launch(
+        kernel,
+        *operands,
         w.zeros,
         w.global_scales,
         product.bias,
         product.bias_weights,
-        num_rows,
+        product.num_rows,
         product.depth,
-        w.columns,
+        product.columns,
         out_type=product.out_type,
-        grid=(cdiv(num_rows, config.block_rows) + in_use) * column_tiles,
-        config=config,
+        implementation=product.implementation,
         PACKED=w.packed,
         CODES=w.codes,
-        NUM_GROUPS=num_groups if in_programs else 0,
-        implementation=implementation,
         DTYPE=triton_dtype(product.options.dtype),
         SCALE_COLUMNS=w.wide,
         SCALE_DEPTH=w.deep,
+        **options,
     )
 
 
@@ -271,25 +268,16 @@ def dequantize_tiles(
     weights: ScaledArray, *, dtype: Any, implementation: KernelImplementation | None
 ) -> jax.Array:
     """Dequantizes weights in tiles as `widened` does: to the stored layout, and with all scales."""
-    how: dict[str, Any] = {"dtype": jnp.dtype(dtype), "implementation": implementation}
+    all_tiles = filled(weights) if weights.shard is not None else weights
+    out = widen(all_tiles, jnp.dtype(dtype), implementation=implementation, scaled=True).values
     if weights.shard is not None:
-        out = dequantize_tiles(filled(weights), **how)
         sizes = weights.shard[::-1] if weights.transposed else weights.shard
         for axis, size in zip((1, 2), sizes, strict=True):
             out = unfill(out, axis, size, whole_tiles(size))
-        return out
-    shape = swapped(weights.shape) if weights.transposed else weights.shape
-    out_type = jax.ShapeDtypeStruct(shape, dtype)
-    result: jax.Array = for_target(_dequantize_tiles, weights, out_type=out_type, **how)
-    return result
-
-
-def _dequantize_tiles(target: Target, weights: ScaledArray, **how: Any) -> jax.Array:
-    return widen(target, weights, scaled=True, **how).values
+    return out
 
 
 def widen(
-    target: Target,
     weights: ScaledArray,
     dtype: Any,
     *,

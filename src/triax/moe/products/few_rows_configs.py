@@ -55,37 +55,36 @@ class FewRowsConfig:
         """Returns the config for weights of `eight` bits, or of four.
 
         `scaled` is the depth of a scale that multiplies sums, if not all.
-        """
-        if eight and scaled is not None:
-            scaled = max(scaled & -scaled, _LEAST_DEPTH)
-        shape = rows_per_group, columns, depth, scaled
-        if architecture.multiplies_from_shared:
-            return cls._from_shared(architecture, *shape, eight=eight)
-        return cls._from_registers(architecture, *shape, eight=eight)
 
-    @classmethod
-    def _from_shared(
-        cls,
-        architecture: Architecture,
-        rows_per_group: int,
-        columns: int,
-        depth: int,
-        scaled: int | None,
-        *,
-        eight: bool,
-    ) -> FewRowsConfig:
-        """Returns the config for tensor cores that read shared memory, as measured on an H200.
+        For tensor cores that read shared memory it is as measured on an H200. Warps wait for most
+        of their time, so as many programs as possible should share a multiprocessor. Programs are
+        therefore small. On Hopper they also get fewer registers than the compiler would use, where
+        few values then spill to memory.
 
-        Warps wait for most of their time, so as many programs as possible should share a
-        multiprocessor. Programs are therefore small. On Hopper they also get fewer registers than
-        the compiler would use, where few values then spill to memory.
+        For tensor cores that read registers it has as many stages as fit. A stage has a block of
+        16-bit rows and a block of weights. 4-bit weights pass through shared memory once more after
+        they are widened.
         """
         in_sum = scaled is not None
+        if eight and scaled is not None:
+            scaled = max(scaled & -scaled, _LEAST_DEPTH)
+        width, deep = min(128, blocks.power_of_two(columns)), 128
+        if not architecture.multiplies_from_shared:
+            # Few groups exceed twice the mean.
+            rows = max(16, min(64, blocks.power_of_two(2 * rows_per_group)))
+            if rows == 64 or depth <= 64 or (scaled is not None and scaled % 128):
+                deep = _LEAST_DEPTH  # of 64 rows, as registers allow
+            widened = 0 if eight else 2 * width * deep
+            loaded = deep * (2 * rows + (width if eight else width // 2))
+            stages = 1 + (architecture.shared_bytes - widened - _BARRIERS_AND_SCALES) // loaded
+            # With two scales for a block there are sums of both halves.
+            has_halves = not eight and rows == 64 and scaled is not None and scaled % deep
+            return cls(rows, width, deep, min(stages, 4), False, 8 if has_halves else 4)
         registers: int | None = None
         if rows_per_group <= HALF_OF_A_WARP_GROUP:
-            rows, deep, registers = 32, 128, 168 if in_sum or eight else 128
+            rows, registers = 32, 168 if in_sum or eight else 128
         elif in_sum:
-            rows, deep = 64, 128
+            rows = 64
         else:
             rows, deep, registers = (64, 64, 128) if eight else (64, 128, 168)
         if depth <= 64 or (scaled is not None and scaled % (128 if eight else 64)):
@@ -95,36 +94,7 @@ class FewRowsConfig:
         if architecture.compute_capability != 90:
             registers = None
         stages = 4 if deep == _LEAST_DEPTH and not eight else 3
-        width = min(128, blocks.power_of_two(columns))
         return cls(rows, width, deep, stages, True, programs=None, registers=registers)
-
-    @classmethod
-    def _from_registers(
-        cls,
-        architecture: Architecture,
-        rows_per_group: int,
-        columns: int,
-        depth: int,
-        scaled: int | None,
-        *,
-        eight: bool,
-    ) -> FewRowsConfig:
-        """Returns a config for tensor cores that read registers, with as many stages as fit.
-
-        A stage has a block of 16-bit rows and a block of weights. 4-bit weights pass through shared
-        memory once more after they are widened.
-        """
-        # Few groups exceed twice the mean.
-        rows = max(16, min(64, blocks.power_of_two(2 * rows_per_group)))
-        width, deep = min(128, blocks.power_of_two(columns)), 128
-        if rows == 64 or depth <= 64 or (scaled is not None and scaled % 128):
-            deep = _LEAST_DEPTH  # of 64 rows, as registers allow
-        widened = 0 if eight else 2 * width * deep
-        loaded = deep * (2 * rows + (width if eight else width // 2))
-        stages = 1 + (architecture.shared_bytes - widened - _BARRIERS_AND_SCALES) // loaded
-        # With two scales for a block there are sums of both halves.
-        has_halves = not eight and rows == 64 and scaled is not None and scaled % deep
-        return cls(rows, width, deep, min(stages, 4), False, 8 if has_halves else 4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,9 @@ import triton.language as tl
 from triax.moe.products.any_gpu_kernels import _GROUP_END, _store_zeros, _tile
 from triax.moe.products.unpacking_kernels import (
     _ALL,
-    _POWER_DEPTH,
+    _PART,
+    _PART_OF_E4M3,
     _base,
-    _codes_in_tiles,
     _each_e4m3,
     _first_of,
     _from_tiles,
@@ -97,7 +97,7 @@ def _few_rows_kernel(
     E4M3_SCALES: tl.constexpr = CODES == "float8_e4m3fn"
     HALVES: tl.constexpr = IN_SUM and SCALE_DEPTH % BLOCK_DEPTH != 0
     HALF: tl.constexpr = BLOCK_DEPTH // 2
-    PART: tl.constexpr = BLOCK_DEPTH if CODES is None else 16 if E4M3_SCALES else _POWER_DEPTH
+    PART: tl.constexpr = BLOCK_DEPTH if CODES is None else _PART_OF_E4M3 if E4M3_SCALES else _PART
     PARTS: tl.constexpr = BLOCK_DEPTH // PART
     BLOCK: tl.constexpr = _ALL if SCALE_DEPTH is None else SCALE_DEPTH
     OF_TILES: tl.constexpr = max(PARTS // 2 if E4M3_SCALES else PARTS, BLOCK_DEPTH // 64)
@@ -145,10 +145,9 @@ def _few_rows_kernel(
                 if zeros_ptr is not None:
                     less = zeros.to(tl.bfloat16)
                     zeros = _of_parts(zeros_ptr + at, known, after, depth, PARTS, PART, BLOCK, STEP)
-                if AT_ONCE:
-                    codes = _codes_in_tiles(
-                        group_scales_ptr, group, column, start, BLOCK_COLUMNS, PARTS, PART
-                    )
+                if AT_ONCE:  # a descriptor of [groups, tiles of columns, parts of the depth, 64]
+                    codes = group_scales_ptr.load([group, column // 64, start // PART, 0])
+                    codes = codes.reshape(BLOCK_COLUMNS // 64, PARTS, 8, 4, 2)
                     if E4M3_SCALES:
                         first, second = codes.to(tl.int32).split()
                         codes = first | (second << 16)
@@ -200,9 +199,8 @@ def _few_rows_kernel(
                     w = _loaded_tiles(w, BLOCK_COLUMNS, BLOCK_DEPTH, IN_TILES)
                     x = rows.load([_GROUP_END, end, _GROUP_END - (end - row), start])
                     x = x.reshape(BLOCK_ROWS, BLOCK_DEPTH)
-                    codes = _codes_in_tiles(
-                        group_scales_ptr, group, column, start, BLOCK_COLUMNS, PARTS, PART
-                    )
+                    codes = group_scales_ptr.load([group, column // 64, start // PART, 0])
+                    codes = codes.reshape(BLOCK_COLUMNS // 64, PARTS, 8, 4, 2)
                     factors = _of_codes(codes, CODES)
                     w = _from_tiles(w, base, None, factors, PACKED, True)
                     total = tl.dot(w, x.T, total)

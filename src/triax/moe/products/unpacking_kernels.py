@@ -19,7 +19,8 @@ _UP_E2M1 = tl.constexpr(2.0**126)
 _LOW_TWICE = tl.constexpr("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l};}")
 _HIGH_TWICE = tl.constexpr("{.reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h};}")
 _ALL = tl.constexpr(1 << 30)  # exceeds any depth: one block covers the whole depth
-_POWER_DEPTH = tl.constexpr(32)  # divides the depth of every block with a power-of-two scale
+_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it,
+_PART_OF_E4M3 = tl.constexpr(16)  # or this, if it is of e4m3
 
 
 @triton.jit
@@ -184,7 +185,8 @@ def _from_tiles(w, base, zeros, scales, PACKED: tl.constexpr, OPERAND: tl.conste
 def _of_two_columns(parts, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
     """Returns what belongs to each of the two columns, 8 apart, that a word of a tile has.
 
-    `parts` are of columns [COLUMNS, 2 · PARTS, PARTS or fewer], or in tiles (`_codes_in_tiles`).
+    `parts` are of columns [COLUMNS, 2 · PARTS, PARTS or fewer], or codes in the order of
+    `packing.tile_scales` [COLUMNS / 64, PARTS, 8, 4, 2].
     """
     if len(parts.shape) == 5:
         first, second = parts.permute(0, 3, 2, 1, 4).split()
@@ -331,39 +333,6 @@ def _of_parts(
 
 
 @triton.jit
-def _codes_in_tiles(
-    scales,
-    group,
-    column,
-    start,
-    COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """Loads codes of scales in the order of `packing.tile_scales`: [COLUMNS / 64, PARTS, 8, 4, 2].
-
-    `scales` describes [groups, tiles of columns, parts of the depth, 64].
-    """
-    codes = scales.load([group, column // 64, start // PART, 0])
-    return codes.reshape(COLUMNS // 64, PARTS, 8, 4, 2)
-
-
-@triton.jit
-def _two_scales(words, SCALE: tl.constexpr):
-    """Returns the scales in the lower and the upper half of each word, in float32."""
-    if SCALE == tl.bfloat16:
-        low = words << 16
-        high = words & -65536
-    elif SCALE == tl.float16:
-        low = words.to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-    else:
-        low = words.to(tl.int32)
-        high = (words >> 32).to(tl.int32)
-    return low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _scales_in_tiles(
     pointer,
     group,
@@ -389,8 +358,17 @@ def _scales_in_tiles(
         words = tl.load(words_ptr, mask=start < depth + tl.zeros_like(at), other=0)
     else:
         words = tl.load(words_ptr)
-    low, high = _two_scales(words, SCALE)
-    scales = tl.join(low, high).reshape(COLUMNS // 64, 8, 4, 2)
+    if SCALE == tl.bfloat16:
+        low = words << 16
+        high = words & -65536
+    elif SCALE == tl.float16:
+        low = words.to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+    else:
+        low = words.to(tl.int32)
+        high = (words >> 32).to(tl.int32)
+    low = low.to(tl.float32, bitcast=True)
+    scales = tl.join(low, high.to(tl.float32, bitcast=True)).reshape(COLUMNS // 64, 8, 4, 2)
     return scales.permute(0, 2, 3, 1).reshape(COLUMNS)
 
 

@@ -22,6 +22,8 @@ import triton.language as tl
 
 from triax.moe.products.any_gpu_kernels import _store_zeros, _tile
 from triax.moe.products.unpacking_kernels import (
+    _PART,
+    _PART_OF_E4M3,
     _base,
     _bytes_of,
     _e4m3_at_once,
@@ -34,8 +36,6 @@ from triax.moe.products.unpacking_kernels import (
 )
 
 _TILE = tl.constexpr(64)  # a tile's columns, and its depth
-_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it,
-_PART_OF_E4M3 = tl.constexpr(16)  # or this, if it is of e4m3
 
 
 @triton.jit

@@ -5,6 +5,8 @@ import triton.language as tl
 
 from triax.moe.products.unpacking_kernels import (
     _ALL,
+    _PART,
+    _PART_OF_E4M3,
     _UP_E2M1,
     _constant,
     _first_of,
@@ -15,8 +17,6 @@ from triax.moe.products.unpacking_kernels import (
 )
 
 _COLUMNS = tl.constexpr(64)
-_PART = tl.constexpr(32)  # divides the depth of every scale that is not for all of it,
-_PART_OF_E4M3 = tl.constexpr(16)  # or this, if it is of e4m3
 
 
 @triton.jit
