@@ -169,8 +169,17 @@ class TestOtherTritons:
             triton_private.triton()
 
 
-def test_docs_page_is_the_table():
-    assert versions.versions_table() in (ROOT / "docs" / "versions.md").read_text()
+def test_docs_page_has_the_table():
+    rows = [
+        "| Feature | First release | First nightly | Below it | Upstream |",
+        "|---|---|---|---|---|",
+    ]
+    for gate in versions.GATES:
+        stable = f"{gate.package} {gate.stable}" if gate.stable else "none so far"
+        nightly = gate.nightly or ("as the release" if gate.stable else "none so far")
+        cells = (gate.feature, stable, nightly, f"{gate.below} ({gate.why})", gate.upstream)
+        rows.append(f"| {' | '.join(cells)} |")
+    assert "\n".join(rows) + "\n" in (ROOT / "docs" / "versions.md").read_text()
 
 
 @pytest.mark.cuda_plugin

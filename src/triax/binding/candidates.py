@@ -90,7 +90,7 @@ def build(request: UnresolvedCall) -> tuple[Candidate, ...]:
         what the kernel's annotation says.
     """
     kernel = request.kernel
-    for parameter in kernel.number_parameters:
+    for parameter in (p for p in kernel.parameters if p.number):
         _check_number(kernel, parameter, request.arguments.get(parameter.name))
     keywords = _static_values(request.keywords)
     options = check_options(request.options)

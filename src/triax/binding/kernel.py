@@ -149,11 +149,6 @@ class Kernel:
         """The parameters that are not constexpr."""
         return tuple(p for p in self.parameters if not p.is_constexpr)
 
-    @functools.cached_property
-    def number_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters that are annotated as numbers."""
-        return tuple(p for p in self.parameters if p.number)
-
     def values_set_by_stages(self, begin: int = 0) -> frozenset[str]:
         """The names that configs and heuristics set in stage `begin` and the stages inside it."""
         names: set[str] = set()

@@ -271,17 +271,3 @@ def is_newer_than_tested(package: str, version: str) -> bool:
     """Whether no test ran on this version, by as many numbers as `NEWEST_TESTED` has."""
     newest = Version(NEWEST_TESTED[package]).release
     return Version(version).release[: len(newest)] > newest
-
-
-def versions_table() -> str:
-    """Returns the gates as a Markdown table."""
-    rows = [
-        "| Feature | First release | First nightly | Below it | Upstream |",
-        "|---|---|---|---|---|",
-    ]
-    for gate in GATES:
-        stable = f"{gate.package} {gate.stable}" if gate.stable else "none so far"
-        nightly = gate.nightly or ("as the release" if gate.stable else "none so far")
-        cells = (gate.feature, stable, nightly, f"{gate.below} ({gate.why})", gate.upstream)
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"

@@ -53,7 +53,8 @@ def drain_at_loops(ptx: str) -> str:
     """
     if "wgmma.mma_async" not in ptx:
         return ptx
-    statements = list(_STATEMENT.finditer(_NOT_CODE.sub(_blank, ptx)))
+    blank = lambda match: match[1] or re.sub(r"[^\n]", " ", match[0])
+    statements = list(_STATEMENT.finditer(_NOT_CODE.sub(blank, ptx)))
     if not any(map(_is_of_registers, statements)):
         return ptx
     code = _Code(statements)
@@ -64,10 +65,6 @@ def drain_at_loops(ptx: str) -> str:
         parts += [ptx[at:end], commit, "\n\twgmma.wait_group.sync.aligned 0;"]
         at = end
     return "".join([*parts, ptx[at:]])
-
-
-def _blank(match: re.Match[str]) -> str:
-    return match[1] or re.sub(r"[^\n]", " ", match[0])
 
 
 def _is_of_registers(statement: re.Match[str]) -> bool:

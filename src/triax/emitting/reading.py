@@ -60,8 +60,3 @@ def triton_calls(lowered: Any) -> list[TritonCall]:
             )
         )
     return calls
-
-
-def count_calls(lowered: Any, target: str) -> int:
-    """Returns how many custom calls of a `jax.stages.Lowered` have a target."""
-    return len(jax_modules.custom_calls(lowered.compiler_ir("stablehlo"), (target,)))

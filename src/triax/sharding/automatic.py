@@ -72,7 +72,8 @@ def _partitioned(
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         axes = axes_of(mesh, split.results + split.operands, (*results, *operands))
-        local = functools.partial(_as_tuple, split.local(Shard(axes)))
+        run_shard = split.local(Shard(axes))
+        local: Function = lambda *operands: tuple(run_shard(*operands))
         if board is not None:
             local = functools.partial(_with_callbacks, local, board)
         return mesh, local, named(mesh, axes, split.results), named(mesh, axes, split.operands)
@@ -85,10 +86,6 @@ def _partitioned(
         decode_shardings=False,
     )
     return run
-
-
-def _as_tuple(function: Function, *operands: Any) -> tuple[Any, ...]:
-    return tuple(function(*operands))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from triax import messages
-from triax.compat import ptxas, triton_private
+from triax.compat import jax_modules, ptxas, triton_private
 from triax.compat.ptxas import Resources
 from triax.emitting import reading
 from triax.emitting.reading import TritonCall
@@ -128,9 +128,10 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     jitted = function if hasattr(function, "trace") else fresh
     with choose.noted() as products:
         lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
-    if partitioned := reading.count_calls(lowered, "CustomSPMDPartitioning"):
+    module = lowered.compiler_ir("stablehlo")
+    if partitioned := jax_modules.custom_calls(module, ("CustomSPMDPartitioning",)):
         warnings.warn(
-            f"{partitioned} functions are partitioned over devices when XLA compiles the program, "
+            f"{len(partitioned)} functions are partitioned over devices when XLA compiles the program, "
             "and their kernels are not listed. Pass arrays as large as one device's parts, without "
             "a sharding, to see them.",
             UserWarning,

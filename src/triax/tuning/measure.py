@@ -141,7 +141,19 @@ def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.CompiledCandi
             parameters.append(messages.Number(*dtypes.launch_scalar(name, leaf.value, assumed)))
         elif isinstance(leaf, Descriptor):
             assert isinstance(assumed, TensorMap)
-            parameters.append(_tensor_map(launch, leaf, assumed))
+            tensor_map = messages.TensorMapParameter(
+                index=launch.buffer_index(leaf),
+                element_type=triton_private.host_element_type(
+                    assumed.element_type, tf32=leaf.round_f32_to_tf32
+                ),
+                itemsize=launch.array_type(leaf).dtype.itemsize,
+                swizzle=assumed.swizzle,
+                shape=leaf.shape,
+                strides=leaf.strides,
+                block_shape=assumed.block_shape,
+                nan_fill=leaf.padding == "nan",
+            )
+            parameters.append(tensor_map)
         else:
             index = launch.buffer_index(leaf)
             parameters.append(messages.Pointer(index, zeroed.get(leaf, 0)))
@@ -155,22 +167,6 @@ def _candidate(launch: Launch, kernel: CompiledKernel) -> messages.CompiledCandi
         shared_bytes=kernel.shared_bytes,
         scratch_bytes=kernel.global_scratch_bytes,
         parameters=tuple(parameters),
-    )
-
-
-def _tensor_map(
-    launch: Launch, leaf: Descriptor, tensor_map: TensorMap
-) -> messages.TensorMapParameter:
-    host_element_type = triton_private.host_element_type
-    return messages.TensorMapParameter(
-        index=launch.buffer_index(leaf),
-        element_type=host_element_type(tensor_map.element_type, tf32=leaf.round_f32_to_tf32),
-        itemsize=launch.array_type(leaf).dtype.itemsize,
-        swizzle=tensor_map.swizzle,
-        shape=leaf.shape,
-        strides=leaf.strides,
-        block_shape=tensor_map.block_shape,
-        nan_fill=leaf.padding == "nan",
     )
 
 

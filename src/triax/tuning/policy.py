@@ -118,7 +118,7 @@ def choose(request: Request) -> Choice:
     if len(launches) == 1:
         return Choice([launches[0]], Decision(label(launches[0]), "only config"))
     if request.inputs is None and mode in ("off", "runtime"):
-        batches, source = [[launch] for launch in request.stand_ins], _first_config(mode)
+        batches, source = [[launch] for launch in request.stand_ins], f"first config (mode {mode})"
         if mode == "runtime":
             if versions.RUNTIME_AUTOTUNING.passes(versions.gated_version()):
                 batches, source = [list(launches)], "tuned by XLA at run time"
@@ -133,10 +133,6 @@ def choose(request: Request) -> Choice:
         for listen in tuple(listeners):
             listen(decided.record)
     return choice
-
-
-def _first_config(mode: str) -> str:
-    return f"first config (mode {mode})"
 
 
 # --- ahead of time ------------------------------------------------------------------
@@ -198,7 +194,7 @@ def _fall_back(request: Request, fallback: Fallback) -> Choice:
         source = f"nearest known config ({chosen[0].place})"
         using = f"using [{config}], the best of the nearest record, {known}"
     else:
-        source = _first_config(call.tuning)
+        source = f"first config (mode {call.tuning})"
         using = f"using the first config that compiles: [{config}]"
         using += f". One is {known}" if known else ""
     # Once for each kernel: a program may call it with many sizes.

@@ -45,18 +45,16 @@ def group_outer(product: GroupOuter) -> jax.Array:
     implementation = product.implementation
     bounds = group_bounds(product.groups, product.num_rows, implementation)
     operands = product.left, product.right
-    left: tuple[jax.Array, jax.Array | None]
-    right: tuple[jax.Array, jax.Array | None]
-    left, right = ((side.values, None) for side in operands)
+    sides: Any = [(side.values, None) for side in operands]
     if product.rounded_to is not None:
-        left, right = (
+        sides = [
             quantize_groups(side.values, bounds, source, dtype=dtype, implementation=implementation)
             for side, source, dtype in zip(
                 operands, product.sources, product.rounded_to, strict=True
             )
-        )
+        ]
     keywords: dict[str, Any] = {"options": product.options, "implementation": implementation}
-    return multiply(product.target, left, right, bounds, **keywords)
+    return multiply(product.target, *sides, bounds, **keywords)
 
 
 def quantize_groups(

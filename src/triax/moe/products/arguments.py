@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,6 @@ _TRANSPOSE = (
 )
 
 
-class DotArguments(NamedTuple):
-    """The arguments of `ops.multiply`, checked."""
-
-    rows: Any
-    weights: Any
-    groups: Groups
-    bias: jax.Array | None
-    bias_weights: jax.Array | None
-    transposed: bool
-    options: Options
-
-
 def checked(
     rows: Any,
     weights: Any,
@@ -51,8 +39,8 @@ def checked(
     preferred_element_type: Any = None,
     implementation: Implementation | None,
     names: tuple[str, str] = ("rows", "weights"),
-) -> DotArguments:
-    """Returns the arguments of `ragged_dot`, checked; raises as that does.
+) -> tuple[Any, Any, Groups, jax.Array | None, jax.Array | None, bool, Options]:
+    """Returns the arguments of `ops.multiply` for those of `ragged_dot`; raises as that does.
 
     `names` are the caller's for rows and weights.
     """
@@ -102,7 +90,7 @@ def checked(
     share = min(1.0, num_groups / max(1, group_sizes.shape[0]))
     options = Options(result, _precision_name(precision), share)
     transposed = w.transposed if are_scaled[1] else swap
-    return DotArguments(x, w, groups, bias, bias_weights, transposed, options)
+    return x, w, groups, bias, bias_weights, transposed, options
 
 
 def _check_offset(group_offset: Any, num_sizes: int, num_groups: int) -> jax.Array:

@@ -187,9 +187,7 @@ def checked(name: str, value: ScaledArray, axes: tuple[str, ...], *, swap: bool)
     return value
 
 
-def check_rows(
-    rows: Any, weights: ScaledArray, names: tuple[str, str] = ("rows", "weights")
-) -> None:
+def check_rows(rows: Any, weights: ScaledArray, names: tuple[str, str]) -> None:
     """Raises unless `rows` can be multiplied by scaled `weights`; `names` are the arguments'."""
     of_rows, of_weights = names
     scaled = isinstance(rows, ScaledArray)

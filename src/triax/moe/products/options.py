@@ -44,11 +44,6 @@ class Options:
     one_order: bool = dataclasses.field(default_factory=settings.one_order_of_sums)
 
     @property
-    def plain_precision(self) -> str | None:
-        """The precision in plain JAX, which multiplies 8-bit floats in bfloat16 or float32."""
-        return None if self.fast_sums else self.precision
-
-    @property
     def fast_sums(self) -> bool:
         """Whether products of 8-bit floats accumulate entirely in tensor cores."""
         return self.precision == FAST_SUMS

@@ -64,12 +64,16 @@ def ragged_dot(product: RaggedDot) -> Any:
     layouts = [gl.NVMMASharedLayout(128, element_bitwidth=16, rank=rank) for rank in (2, 3)]
     box = (1, _HALF, _DEPTH) if product.transposed else (1, _DEPTH, _HALF)
     tiles, _ = schedule(product.groups, num_rows, ROWS, implementation, ROW_TILES)
+    described = None
+    if bias is not None:
+        layout = gl.NVMMASharedLayout(0, element_bitwidth=8 * bias.dtype.itemsize)
+        described = TensorDescriptor.from_array(bias, (1, _HALF), layout)
     inner = glu and jax.ShapeDtypeStruct((num_rows, glu.width(columns)), product.options.dtype)
     result = launch(
         _ragged_dot_overlapped_kernel,
         TensorDescriptor.from_array(x, (ROWS, _DEPTH), layouts[0]),
         TensorDescriptor.from_array(w, box, layouts[1]),
-        None if bias is None else _described(bias),
+        described,
         tiles,
         product.bias_weights,
         product.row_weights,
@@ -86,13 +90,6 @@ def ragged_dot(product: RaggedDot) -> Any:
         **absent(out_ptr=product.keep_product or None, inner_ptr=glu),
     )
     return result[0] if glu is None else result
-
-
-def _described(bias: jax.Array) -> TensorDescriptor:
-    from triton.experimental.gluon import language as gl
-
-    layout = gl.NVMMASharedLayout(0, element_bitwidth=8 * bias.dtype.itemsize)
-    return TensorDescriptor.from_array(bias, (1, _HALF), layout)
 
 
 def group_outer(product: GroupOuter) -> jax.Array:
