@@ -42,15 +42,18 @@ def compiled(
     buffers = custom_call.order_buffers(launches[0], scratches=len(scratches))
     opaque = custom_call.payload(call, launches, kernels, buffers)
     updated = {operand for operand, _ in buffers.aliases}
+    allocate = jax.ffi.ffi_lowering(
+        "AllocateBuffer", api_version=1, skip_ffi_layout_processing=True
+    )
     values, avals = [], []
     for position, leaf in enumerate(buffers.operands):
         if isinstance(leaf, Operand):
             value = operands[leaf.index]
             values.append(jax_modules.fence(value) if position in updated else value)
             avals.append(ctx.avals_in[leaf.index])
-        else:
+        else:  # an uninitialised buffer, for an output that precedes an operand
             avals.append(ctx.avals_out[leaf.index])
-            values.append(_uninitialised(ctx, avals[-1]))
+            values += allocate(ctx.replace(avals_in=[], avals_out=avals[-1:]))
     of_scratch = (jax.core.ShapedArray((nbytes,), np.dtype(np.uint8)) for nbytes in scratches)
     avals_out = [next(of_scratch) if i is None else ctx.avals_out[i] for i in buffers.results]
     inner = ctx.replace(avals_in=avals, avals_out=avals_out)
@@ -67,7 +70,15 @@ def compiled(
         **({} if typed else {"backend_config": opaque}),  # type: ignore[arg-type]
     )
     results = rule(inner, *values, **(attributes if typed else {}))
-    jax_modules.annotate(results, _frontend_attributes(call, launches, key))
+    # For readers of the program.
+    grids = ("x".join(map(str, launch.candidate.grid)) for launch in launches)
+    described = {
+        **({"triax.key": key} if key else {}),
+        "triax.kernel": call.display_name,
+        "triax.config": " | ".join(str(launch.candidate) for launch in launches),
+        "triax.grid": " | ".join(grids),
+    }
+    jax_modules.annotate(results, described)
     by_output = dict(zip(buffers.results, results, strict=True))
     return [jax_modules.fence(by_output[index]) for index in range(len(ctx.avals_out))]
 
@@ -89,23 +100,6 @@ def nothing(ctx: Any, operands: Sequence[Any], call: BoundCall) -> Sequence[Any]
 def placeholder(ctx: Any, operands: Sequence[Any], target: str) -> Sequence[Any]:
     """Emits a call of a target that does not exist: it can be exported, but fails when it runs."""
     return jax.ffi.ffi_lowering(target, api_version=4)(ctx, *operands)
-
-
-def _frontend_attributes(call: BoundCall, launches: Sequence[Launch], key: str) -> dict[str, str]:
-    """Attributes that describe a call to readers of the program."""
-    return {
-        **({"triax.key": key} if key else {}),
-        "triax.kernel": call.display_name,
-        "triax.config": " | ".join(str(launch.candidate) for launch in launches),
-        "triax.grid": " | ".join("x".join(map(str, launch.candidate.grid)) for launch in launches),
-    }
-
-
-def _uninitialised(ctx: Any, aval: Any) -> Any:
-    """An uninitialised buffer, for an output that precedes an operand."""
-    rule = jax.ffi.ffi_lowering("AllocateBuffer", api_version=1, skip_ffi_layout_processing=True)
-    (value,) = rule(ctx.replace(avals_in=[], avals_out=[aval]))
-    return value
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

@@ -131,9 +131,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     module = lowered.compiler_ir("stablehlo")
     if partitioned := jax_modules.custom_calls(module, ("CustomSPMDPartitioning",)):
         warnings.warn(
-            f"{len(partitioned)} functions are partitioned over devices when XLA compiles the program, "
-            "and their kernels are not listed. Pass arrays as large as one device's parts, without "
-            "a sharding, to see them.",
+            f"{len(partitioned)} functions are partitioned over devices when XLA compiles the "
+            "program, and their kernels are not listed. Pass arrays as large as one device's "
+            "parts, without a sharding, to see them.",
             UserWarning,
             stacklevel=2,
         )

@@ -152,16 +152,14 @@ def ragged_dot_glu(
     transposed: bool,
     options: Options,
     spec: GluSpec,
-    keep_product: bool,
     **keywords: Any,
 ) -> Any:
     """Returns gate and up as `ragged_dot` does, or None, and the result of `glu`."""
     columns = weights.shape[1 if transposed else 2]
     shapes = (rows.shape[0], columns), (rows.shape[0], spec.width(columns))
     product, inner = (jax.ShapeDtypeStruct(shape, options.dtype) for shape in shapes)
-    keywords |= {"out_type": (product if keep_product else None, inner)}
+    keywords |= {"out_type": (product if keywords["keep_product"] else None, inner)}
     keywords |= {"transposed": transposed, "options": options, "glu": spec}
-    keywords |= {"keep_product": keep_product}
     return for_target(_ragged_dot, rows, weights, groups, bias, None, row_weights, **keywords)
 
 

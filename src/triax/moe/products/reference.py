@@ -225,7 +225,7 @@ def _over_tiles(
         first = end - sizes[group] + (-(-sizes[group] // block) - tiles_left) * block
         start = jnp.minimum(first, num_rows - block)
         row = start + jnp.arange(block, dtype=jnp.int32)[:, None]
-        # Plain JAX multiplies 8-bit floats in bfloat16 or float32, whose sums are float32.
+        # Plain JAX multiplies 8-bit floats in bfloat16 or float32: it has no fast sums.
         with jax.default_matmul_precision(None if options.fast_sums else options.precision):
             return step(_Tile(group, start, (row >= first) & (row < end)), sums)
 

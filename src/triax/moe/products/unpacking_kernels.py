@@ -333,46 +333,6 @@ def _of_parts(
 
 
 @triton.jit
-def _scales_in_tiles(
-    pointer,
-    group,
-    column,
-    num_columns,
-    start,
-    depth,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MAY_END: tl.constexpr,
-):
-    """Loads column scales in the order of `packing.tile_scales`.
-
-    As words of two, which are those of a thread's columns: they need not be exchanged.
-    """
-    SCALE: tl.constexpr = pointer.dtype.element_ty
-    WORD: tl.constexpr = tl.int64 if SCALE == tl.float32 else tl.int32
-    tile = tl.minimum(column // 64 + tl.arange(0, COLUMNS // 64), num_columns // 64 - 1)
-    at = (group.to(tl.int64) * (num_columns // 64) + tile) * tl.cdiv(depth, BLOCK) + start // BLOCK
-    at = at[:, None] * 32 + tl.arange(0, 32)[None, :]
-    words_ptr = pointer.to(tl.pointer_type(WORD), bitcast=True) + at
-    if MAY_END:
-        words = tl.load(words_ptr, mask=start < depth + tl.zeros_like(at), other=0)
-    else:
-        words = tl.load(words_ptr)
-    if SCALE == tl.bfloat16:
-        low = words << 16
-        high = words & -65536
-    elif SCALE == tl.float16:
-        low = words.to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
-    else:
-        low = words.to(tl.int32)
-        high = (words >> 32).to(tl.int32)
-    low = low.to(tl.float32, bitcast=True)
-    scales = tl.join(low, high.to(tl.float32, bitcast=True)).reshape(COLUMNS // 64, 8, 4, 2)
-    return scales.permute(0, 2, 3, 1).reshape(COLUMNS)
-
-
-@triton.jit
 def _scales(
     pointer,
     group,
@@ -388,15 +348,37 @@ def _scales(
 ):
     """Loads column scales: [COLUMNS], or [1] if shared. SCALE_* None is the whole dimension.
 
+    STEP is 64 if they are in the order of `packing.tile_scales`, otherwise 1.
     With MAY_END scales past the depth are zeros; otherwise none are.
     """
     COLUMNS: tl.constexpr = order.shape[0]
     if SCALE_COLUMNS is None:
         return tl.load(pointer + group + tl.zeros([1], tl.int32)).to(tl.float32)
     elif STEP == 64:
-        return _scales_in_tiles(
-            pointer, group, column, num_columns, start, depth, COLUMNS, SCALE_DEPTH, MAY_END
-        )
+        # As words of two, which are those of a thread's columns: they need not be exchanged.
+        SCALE: tl.constexpr = pointer.dtype.element_ty
+        WORD: tl.constexpr = tl.int64 if SCALE == tl.float32 else tl.int32
+        tile = tl.minimum(column // 64 + tl.arange(0, COLUMNS // 64), num_columns // 64 - 1)
+        at = (group.to(tl.int64) * (num_columns // 64) + tile) * tl.cdiv(depth, SCALE_DEPTH)
+        at += start // SCALE_DEPTH
+        at = at[:, None] * 32 + tl.arange(0, 32)[None, :]
+        words_ptr = pointer.to(tl.pointer_type(WORD), bitcast=True) + at
+        if MAY_END:
+            words = tl.load(words_ptr, mask=start < depth + tl.zeros_like(at), other=0)
+        else:
+            words = tl.load(words_ptr)
+        if SCALE == tl.bfloat16:
+            low = words << 16
+            high = words & -65536
+        elif SCALE == tl.float16:
+            low = words.to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+            high = (words >> 16).to(tl.int16).to(SCALE, bitcast=True).to(tl.float32)
+        else:
+            low = words.to(tl.int32)
+            high = (words >> 32).to(tl.int32)
+        low = low.to(tl.float32, bitcast=True)
+        scales = tl.join(low, high.to(tl.float32, bitcast=True)).reshape(COLUMNS // 64, 8, 4, 2)
+        return scales.permute(0, 2, 3, 1).reshape(COLUMNS)
     else:
         same: tl.constexpr = SCALE_COLUMNS % COLUMNS == 0
         which = column + (tl.arange(0, 1) if same else order)

@@ -58,16 +58,6 @@ def _schedule(sizes_ptr, first_row_ptr, num_rows, NUM_GROUPS: tl.constexpr, ROWS
 
 
 @triton.jit
-def _tile_of(starts, ends, firsts, row_tile, ROWS: tl.constexpr):
-    """Returns the group, the first row and the group's end of a row tile, from `_schedule`."""
-    tiles_in = row_tile - firsts
-    is_it = (tiles_in >= 0) & (tiles_in < tl.cdiv(ends - starts, ROWS))
-    group = tl.sum(tl.where(is_it, tl.arange(0, starts.shape[0]), 0), 0)
-    row = tl.sum(tl.where(is_it, starts + tiles_in * ROWS, 0), 0)
-    return group, row, tl.sum(tl.where(is_it, ends, 0), 0)
-
-
-@triton.jit
 def _of_columns(parts):
     """Reorders values of columns, as tiles have them, [SPLIT, 8, 4, 2], to [SPLIT, columns, 1]."""
     return parts.permute(0, 2, 3, 1).reshape(parts.shape[0], _TILE, 1)
@@ -258,7 +248,11 @@ def _very_few_rows_kernel(
         # There are as many programs as tiles or more.
         row_tile = tl.program_id(0) // num_column_tiles
         column_tile = tl.program_id(0) % num_column_tiles
-        group, row, end = _tile_of(starts, ends, firsts, row_tile, BLOCK_ROWS)
+        tiles_in = row_tile - firsts
+        is_it = (tiles_in >= 0) & (tiles_in < tl.cdiv(ends - starts, BLOCK_ROWS))
+        group = tl.sum(tl.where(is_it, tl.arange(0, starts.shape[0]), 0), 0)
+        row = tl.sum(tl.where(is_it, starts + tiles_in * BLOCK_ROWS, 0), 0)
+        end = tl.sum(tl.where(is_it, ends, 0), 0)
     E4M3: tl.constexpr = PACKED == "float8_e4m3fn"
     WORDS: tl.constexpr = 1024 if E4M3 or PACKED == "int8" else 512  # of a tile
     DEEP: tl.constexpr = (1 << 30) if SCALE_DEPTH is None else SCALE_DEPTH

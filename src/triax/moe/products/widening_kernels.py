@@ -20,17 +20,6 @@ _COLUMNS = tl.constexpr(64)
 
 
 @triton.jit
-def _numbers(codes, E2M1: tl.constexpr):
-    """Returns the numbers of 4-bit codes in float32."""
-    if E2M1:
-        bits = ((codes & 7) << 6) | ((codes & 8) << 12)
-        number = bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * _constant(_UP_E2M1)
-    else:
-        number = (codes ^ 8) - 8
-    return number.to(tl.float32)
-
-
-@triton.jit
 def _of_bytes(codes, E4M3: tl.constexpr):
     """Returns the numbers of 8-bit codes in float32."""
     if E4M3:
@@ -49,14 +38,6 @@ def _of_words(w, E4M3: tl.constexpr, DEPTH: tl.constexpr):
     column_2 = tl.join(_of_bytes(w >> 8, E4M3), _of_bytes(w >> 24, E4M3))
     w = tl.join(column, column_2).permute(0, 1, 7, 2, 3, 4, 5, 6)
     return w.reshape(_COLUMNS, DEPTH)
-
-
-@triton.jit
-def _powers(codes):
-    """Returns 2**(codes - 127) in float32; NaN for 255."""
-    codes = codes.to(tl.int32)
-    bits = tl.where(codes == 255, 0x7FC00000, codes << 23)
-    return tl.where(codes == 0, 1 << 22, bits).to(tl.float32, bitcast=True)  # 2**-127: subnormal
 
 
 @triton.jit
@@ -108,7 +89,13 @@ def _widen_kernel(
         inside = known[:, None] & (at < depth // 2)[None, :]
         at = (group * num_columns + columns)[:, None] * (depth // 2) + at[None, :]
         byte = tl.load(values_ptr + at, mask=inside, other=0).to(tl.int32)
-        w = _numbers(tl.join(byte & 15, byte >> 4).reshape(_COLUMNS, BLOCK_DEPTH), E2M1)
+        w = tl.join(byte & 15, byte >> 4).reshape(_COLUMNS, BLOCK_DEPTH)
+        if E2M1:
+            w = ((w & 7) << 6) | ((w & 8) << 12)
+            w = w.to(tl.int16).to(tl.bfloat16, bitcast=True) * _constant(_UP_E2M1)
+        else:
+            w = (w ^ 8) - 8
+        w = w.to(tl.float32)
 
     if scales_ptr is not None:
         LEAST: tl.constexpr = _PART_OF_E4M3 if CODES == "float8_e4m3fn" else _PART
@@ -124,7 +111,10 @@ def _widen_kernel(
         if CODES == "float8_e4m3fn":
             scales = _of_bytes(scales.to(tl.int32), True)
         elif CODES is not None:
-            scales = _powers(scales)
+            scales = scales.to(tl.int32)
+            bits = tl.where(scales == 255, 0x7FC00000, scales << 23)
+            bits = tl.where(scales == 0, 1 << 22, bits)  # 2**-127: subnormal
+            scales = bits.to(tl.float32, bitcast=True)
         else:
             scales = scales.to(tl.float32)
         w *= _for_words(scales, _COLUMNS, BLOCK_DEPTH)
