@@ -199,14 +199,16 @@ def manual_mesh(ctx: Any) -> Any | None:
     return mesh if {*context.manual_axes} == {*mesh.axis_names} else None
 
 
-def num_partitions(ctx: Any) -> int:
-    """Returns the number of devices over which XLA partitions the program; 1 inside `shard_map`.
+def is_partitioned(ctx: Any) -> bool:
+    """Whether XLA partitions the program over several devices; False inside `shard_map`.
 
-    It is also 1 if neither devices nor a mesh are known, as in programs for an `AbstractMesh`.
+    It is also False if the program is exported, or if neither devices nor a mesh are known, as in
+    programs for an `AbstractMesh`.
     """
     context = ctx.module_context.axis_context
-    devices = getattr(context, "device_assignment", None)
-    return len(devices) if devices and context.abstract_mesh is not None else 1
+    devices = getattr(context, "device_assignment", None) or ()
+    several = len(devices) > 1 and context.abstract_mesh is not None
+    return several and not exported_platforms(ctx)
 
 
 def spec_of(array: Any, mesh: Any) -> tuple[Any, ...]:

@@ -24,11 +24,6 @@ from triax.sharding.primitives import primitive
 from triax.sharding.splits import FlatSplit, Function, Shard, mesh_axes, partition_spec
 
 
-def is_partitioned(ctx: Any) -> bool:
-    """Whether the program being lowered is one that XLA partitions over several devices."""
-    return jax_private.num_partitions(ctx) > 1 and not jax_private.exported_platforms(ctx)
-
-
 def partitioned(split: FlatSplit, function: Function, board: Any = None) -> Function:
     """Returns `function`, a function of flat arrays that XLA shards over devices as `split` allows.
 

@@ -119,7 +119,7 @@ def primitive(name: str) -> Primitive:
     """Makes a primitive for `bind`."""
 
     def lowered(ctx: Any, call: _BoundOp) -> Function:
-        if call.split is not None and call.mesh is None and automatic.is_partitioned(ctx):
+        if call.split is not None and call.mesh is None and jax_private.is_partitioned(ctx):
             board = jax_private.add_switchboard(ctx) if call.calls_back else None
             return automatic.partitioned(call.split, call.function, board)
         return call.function

@@ -79,22 +79,18 @@ def _in_plain_jax(product: GroupOuter) -> jax.Array:
     return quantized_outer_reference(*sides, *product.sources, product.groups, **keywords)
 
 
-def _takes_all(product: Product) -> None:
-    return None
-
-
 RAGGED_DOT = (
     ProductKernel("very_few_rows", few_rows.needs_of_very_few, few_rows.very_few_rows),
     ProductKernel("few_rows", few_rows.needs, few_rows.few_rows),
     ProductKernel("dequantized", few_rows.dequantizing_needs, _dequantized, applies_glu=True),
     ProductKernel("sm90_8_bits", sm90_8_bits.needs, sm90_8_bits.ragged_dot),
     ProductKernel("sm90_16_bits", sm90_16_bits.needs, sm90_16_bits.ragged_dot, applies_glu=True),
-    ProductKernel("any_gpu", _takes_all, any_gpu.ragged_dot),
+    ProductKernel("any_gpu", lambda _: None, any_gpu.ragged_dot),
 )
 GROUP_OUTER = (
     ProductKernel("sm90_16_bits", sm90_16_bits.needs_of_gradients, sm90_16_bits.group_outer),
     ProductKernel("any_gpu", any_gpu_gradients.needs, any_gpu_gradients.group_outer),
-    ProductKernel("plain JAX", _takes_all, _in_plain_jax),
+    ProductKernel("plain JAX", lambda _: None, _in_plain_jax),
 )
 
 

@@ -11,7 +11,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from triax.sharding import automatic, explicit
+from triax.compat import jax_private
+from triax.sharding import explicit
 
 
 def after(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -32,7 +33,7 @@ _after_p.def_abstract_eval(lambda x, other: x)
 
 
 def _lower(ctx: Any, x: Any, other: Any) -> Any:
-    if automatic.is_partitioned(ctx):
+    if jax_private.is_partitioned(ctx):
         return [x]
     return mlir.lower_fun(lambda *both: jax.lax.optimization_barrier(both)[0], False)(ctx, x, other)
 
