@@ -4,8 +4,8 @@ from triax.moe.activations.api import glu as glu
 from triax.moe.activations.reference import Swiglu as Swiglu
 from triax.moe.checkpoint import Checkpoint as Checkpoint
 from triax.moe.checkpoint import linear_from_checkpoint as linear_from_checkpoint
-from triax.moe.chunk_sort.api import Sorted as Sorted
 from triax.moe.chunk_sort.api import sort_chunks_by_index as sort_chunks_by_index
+from triax.moe.chunk_sort.reference import Sorted as Sorted
 from triax.moe.expert_parallel.api import combine as combine
 from triax.moe.expert_parallel.api import dispatch as dispatch
 from triax.moe.expert_parallel.arrivals import Dispatched as Dispatched

@@ -345,7 +345,6 @@ EXPERTS = re.compile(
 def read_experts(
     tensors: Any,
     prefix: Any,
-    *,
     config: Any,
     experts: Any,
     activation: Any,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from triax.errors import ArgumentValueError
 from triax.moe.activations import ops
 from triax.moe.activations.options import check_two, remedy_by_gate, resolve
-from triax.moe.activations.reference import Activation, GluSpec
+from triax.moe.activations.reference import Activation
 from triax.moe.shared import arguments
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.arguments import Array
@@ -66,25 +66,23 @@ def glu(
       ArgumentValueError: an argument has the wrong shape, or `activation` or `implementation` is
         unknown.
     """
-    resolved = resolve(activation, interleaved)
-    gate_up, up, row_weights = _checked(gate_up, row_weights, resolved.spec, implementation)
-    return ops.activate(gate_up, up, row_weights, resolved, implementation=implementation)
-
-
-def _checked(
-    gate_up: Any, row_weights: Any, spec: GluSpec, implementation: Implementation | None
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Returns gate and up, or one array and None; and the row weights."""
-    up = None
+    resolved, up = resolve(activation, interleaved), None
+    spec = resolved.spec
     if isinstance(gate_up, tuple):
-        gate_up, up = _two(gate_up, spec)
+        check_two("gate_up", gate_up, spec)
+        gate_up, up = (_floats(half, "width") for half in gate_up)
+        if gate_up.shape != up.shape or gate_up.dtype != up.dtype:
+            raise ArgumentValueError(
+                "Argument `gate_up` must be two arrays of one shape and dtype; got "
+                f"{gate_up.dtype}{list(gate_up.shape)} and {up.dtype}{list(up.shape)}."
+            )
     else:
-        gate_up = _floats("gate_up", gate_up, "2 * width" if spec.gated else "width")
-    if spec.gated and up is None and gate_up.shape[1] % 2:
-        raise ArgumentValueError(
-            "Argument `gate_up` must have an even number of columns, half of them the gate's; got "
-            f"shape {gate_up.shape}.{remedy_by_gate(spec)}"
-        )
+        gate_up = _floats(gate_up, "2 * width" if spec.gated else "width")
+        if spec.gated and gate_up.shape[1] % 2:
+            raise ArgumentValueError(
+                "Argument `gate_up` must have an even number of columns, half of them the gate's; "
+                f"got shape {gate_up.shape}.{remedy_by_gate(spec)}"
+            )
     if row_weights is not None:
         of_rows: dict[str, Any] = {"sizes": {"rows": gate_up.shape[0]}, "of": "`gate_up`"}
         row_weights = arguments.array(
@@ -92,20 +90,9 @@ def _checked(
         )
     floats: dict[str, Any] = {"gate_up": gate_up, "row_weights": row_weights}
     implementations.check(implementation, floats=True, **floats)
-    return gate_up, up, row_weights
+    return ops.activate(gate_up, up, row_weights, resolved, implementation=implementation)
 
 
-def _two(gate_up: Any, spec: GluSpec) -> tuple[jax.Array, jax.Array]:
-    check_two("gate_up", gate_up, spec)
-    gate, up = (_floats("gate_up", half, "width") for half in gate_up)
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ArgumentValueError(
-            "Argument `gate_up` must be two arrays of one shape and dtype; got "
-            f"{gate.dtype}{list(gate.shape)} and {up.dtype}{list(up.shape)}."
-        )
-    return gate, up
-
-
-def _floats(name: str, value: Any, columns: str) -> jax.Array:
+def _floats(gate_up: Any, columns: str) -> jax.Array:
     remedy = "Make `ragged_dot` return one with `preferred_element_type`."
-    return arguments.array(name, value, ("rows", columns), jnp.floating, wide=remedy)
+    return arguments.array("gate_up", gate_up, ("rows", columns), jnp.floating, wide=remedy)

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import jax
-
 from triax.moe.chunk_sort import arguments, ops
+from triax.moe.chunk_sort.reference import Sorted
 from triax.moe.shared.arguments import Array
 from triax.moe.shared.implementation import Implementation
-
-
-class Sorted(NamedTuple):
-    """The result of `sort_chunks_by_index`.
-
-    Attributes:
-      rows: [tokens, hidden], the rows of `x` in their new order.
-      probs: [tokens], the probs of those rows; None if none were given.
-    """
-
-    rows: jax.Array
-    probs: jax.Array | None
 
 
 def sort_chunks_by_index(
@@ -69,4 +54,4 @@ def sort_chunks_by_index(
     operands = arguments.checked(
         x, split_sizes, sorted_indices, probs, implementation=implementation
     )
-    return Sorted(*ops.sort_chunks(*operands, implementation))
+    return ops.sort_chunks(*operands, implementation)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
 from triax.moe.chunk_sort.configs import ChunkMoveConfig
-from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps, Moved
+from triax.moe.chunk_sort.reference import ChunkMap, ChunkMaps, Sorted
 from triax.moe.shared.arrays import absent, as_words, from_words
 from triax.moe.shared.launching import launch
 
@@ -49,7 +49,7 @@ def move_chunks(
     maps: ChunkMaps,
     *,
     implementation: KernelImplementation | None,
-) -> Moved:
+) -> Sorted:
     """Moves rows [rows, width] and probs [rows] as the forward map says."""
     from triax.moe.chunk_sort.kernels import _move_rows_kernel
 
@@ -76,4 +76,4 @@ def move_chunks(
         WIDTH=width,
         **absent(moved_probs_ptr=probs),
     )
-    return Moved(from_words(moved, rows), from_words(moved_probs, probs))
+    return Sorted(from_words(moved, rows), from_words(moved_probs, probs))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from triax.moe.chunk_sort import launchers, reference
-from triax.moe.chunk_sort.reference import ChunkMaps, Moved
+from triax.moe.chunk_sort.reference import ChunkMaps, Sorted
 from triax.moe.shared import implementation as implementations
 from triax.moe.shared.implementation import Implementation
 from triax.moe.shared.ops import Call, Op
@@ -25,7 +25,7 @@ chunk_maps = Op(
 )
 
 
-def _derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Moved:
+def _derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Sorted:
     def move(maps: ChunkMaps, tangents: dict[str, jax.Array]) -> dict[str, Any]:
         if "rows" not in tangents:
             return {"probs": call(tangents["probs"][:, None], None, maps).rows[:, 0]}
@@ -35,7 +35,7 @@ def _derivative(call: Call, primals: Any, tangents: Any, like: Any) -> Moved:
     def move_back(maps: ChunkMaps, gradients: dict[str, jax.Array]) -> dict[str, Any]:
         return move(ChunkMaps(forward=maps.inverse, inverse=maps.forward), gradients)
 
-    return linear.call_each(move, move_back, primals[2], Moved(*tangents[:2]), like)
+    return linear.call_each(move, move_back, primals[2], Sorted(*tangents[:2]), like)
 
 
 # Moves rows and probs by ``maps.forward``; their gradients move by ``maps.inverse``.
@@ -57,12 +57,12 @@ def sort_chunks(
     sorted_indices: jax.Array,
     probs: jax.Array | None,
     implementation: Implementation | None,
-) -> Moved:
+) -> Sorted:
     """Reorders chunks of rows, by int32 sizes and indices."""
     num_rows = x.shape[0]
     if split_sizes.size == 0 or num_rows == 0 or (x.shape[1] == 0 and probs is None):
-        return Moved(x, probs)
+        return Sorted(x, probs)
     chosen = implementations.fit(implementation, x, probs)
     maps = chunk_maps(split_sizes, sorted_indices, num_rows=num_rows, implementation=chosen)
-    moved: Moved = move_chunks(x, probs, maps, implementation=chosen)
+    moved: Sorted = move_chunks(x, probs, maps, implementation=chosen)
     return moved

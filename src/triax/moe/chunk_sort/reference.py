@@ -33,8 +33,13 @@ class ChunkMaps(NamedTuple):
     inverse: ChunkMap
 
 
-class Moved(NamedTuple):
-    """Rows [rows, width], and probs [rows] or None."""
+class Sorted(NamedTuple):
+    """The result of `sort_chunks_by_index`.
+
+    Attributes:
+      rows: [tokens, hidden], the rows of `x` in their new order.
+      probs: [tokens], the probs of those rows; None if none were given.
+    """
 
     rows: jax.Array
     probs: jax.Array | None
@@ -59,7 +64,7 @@ def chunk_maps_reference(
     return ChunkMaps(ChunkMap(sorted_ends, sorted_starts - outputs), ChunkMap(ends, inverse_shifts))
 
 
-def move_chunks_reference(rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps) -> Moved:
+def move_chunks_reference(rows: jax.Array, probs: jax.Array | None, maps: ChunkMaps) -> Sorted:
     """Moves rows [rows, width] and probs [rows] as the forward map says."""
     num_rows, chunk_map = rows.shape[0], maps.forward
     row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -73,4 +78,4 @@ def move_chunks_reference(rows: jax.Array, probs: jax.Array | None, maps: ChunkM
         shift < 0, row - jnp.minimum(-shift, row), row + jnp.minimum(shift, num_rows - 1 - row)
     )
     take = functools.partial(take_rows, index=source, mode="clip")
-    return Moved(take(rows), None if probs is None else take(probs))
+    return Sorted(take(rows), None if probs is None else take(probs))

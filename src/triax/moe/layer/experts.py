@@ -134,16 +134,8 @@ class Experts:
           CheckpointError: a tensor is missing or not known, its shape, dtype or format is wrong or
             not what `config` says, or `config` has a key, type or value that is not known.
         """
-        found = checkpoint.read_experts(
-            tensors,
-            prefix,
-            config=config,
-            experts=experts,
-            activation=activation,
-            interleaved=interleaved,
-            progress=progress,
-            tiles=tiles,
-        )
+        options = config, experts, activation, interleaved, progress, tiles
+        found = checkpoint.read_experts(tensors, prefix, *options)
         with checkpoint.reading(tensors, f"{prefix}.experts"):
             return cls(**found)
 

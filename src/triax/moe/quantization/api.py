@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -86,24 +85,6 @@ def quantize(
         a size that must be even is odd.
       DifferentiationError: `quantize` is differentiated.
     """
-    array = _array(array)
-    dtype = arguments.dtype("dtype", dtype, (*DTYPES, *PACKED))
-    block, transposed = checked_block(block, array.shape, transposed), bool(transposed)
-    packed = dtype in PACKED
-    if packed:
-        _check_pairs(array.shape, dtype, transposed)
-    scale_dtype = arguments.dtype("scale_dtype", scale_dtype, (np.dtype("float32"), E8M0))
-    if scale_dtype == E8M0 and FORMATS[dtype].sign is None:
-        raise ArgumentValueError(
-            "Argument `scale_dtype` is float8_e8m0fnu, which is for floats; got `dtype` "
-            f"{dtype.name}. Let it be float32."
-        )
-    implementations.check(implementation, array=array)
-    options: dict[str, Any] = {"block": block, "transposed": transposed, "scale_dtype": scale_dtype}
-    return ops.quantized(array, dtype, **options, implementation=implementation)
-
-
-def _array(array: Any) -> jax.Array:
     if not jax_private.is_array(array):
         scaled = hasattr(array, "dequantize")
         raise ArgumentTypeError(
@@ -115,13 +96,21 @@ def _array(array: Any) -> jax.Array:
             f"Argument `array` must be of float32, bfloat16 or float16; got {array.dtype}. Cast "
             "it with `array.astype(jnp.float32)`."
         )
-    return jnp.asarray(array)
-
-
-def _check_pairs(shape: tuple[int, ...], dtype: np.dtype, transposed: bool) -> None:
+    array = jnp.asarray(array)
+    dtype = arguments.dtype("dtype", dtype, (*DTYPES, *PACKED))
+    block, transposed = checked_block(block, array.shape, transposed), bool(transposed)
     last = -2 if transposed else -1
-    if not shape or shape[last] % 2:
+    if dtype in PACKED and (not array.ndim or array.shape[last] % 2):
         raise ArgumentValueError(
             f"Argument `array` must have an even size along dimension {last}, because two "
-            f"numbers of {dtype.name} share a byte; got shape {shape}. Pad it with zeros."
+            f"numbers of {dtype.name} share a byte; got shape {array.shape}. Pad it with zeros."
         )
+    scale_dtype = arguments.dtype("scale_dtype", scale_dtype, (np.dtype("float32"), E8M0))
+    if scale_dtype == E8M0 and FORMATS[dtype].sign is None:
+        raise ArgumentValueError(
+            "Argument `scale_dtype` is float8_e8m0fnu, which is for floats; got `dtype` "
+            f"{dtype.name}. Let it be float32."
+        )
+    implementations.check(implementation, array=array)
+    options: dict[str, Any] = {"block": block, "transposed": transposed, "scale_dtype": scale_dtype}
+    return ops.quantized(array, dtype, **options, implementation=implementation)

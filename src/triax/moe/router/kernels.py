@@ -17,12 +17,6 @@ _FLAT = tl.constexpr(-17.0)  # below it softplus is exp in float32
 
 
 @triton.jit
-def _check_score(SCORE: tl.constexpr):
-    one_of_two: tl.constexpr = SCORE == "softmax" or SCORE == "sigmoid"
-    tl.static_assert(one_of_two or SCORE == "sqrtsoftplus" or SCORE == "none", "unknown score")
-
-
-@triton.jit
 def _order(values):
     """Maps float32 to int32 that compare as in `jax.lax.top_k`: NaN above infinity."""
     bits = values.to(tl.int32, bitcast=True)
@@ -280,7 +274,6 @@ def _route_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    _check_score(SCORE)
     SOFTMAX: tl.constexpr = SCORE == "softmax"
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     BLOCK: tl.constexpr = BLOCK_GROUPS * BLOCK_SIZE
@@ -361,7 +354,6 @@ def _route_grad_kernel(
     BLOCK: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
 ):
-    _check_score(SCORE)
     SOFTMAX: tl.constexpr = SCORE == "softmax"
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     inside = token < num_tokens
