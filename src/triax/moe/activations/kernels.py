@@ -82,19 +82,17 @@ def _load(
 
 
 @triton.jit
-def _glu(
-    operands,
-    rows,
-    first,
-    CURVE: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Computes a block of glu, from column `first` on, in the dtype of gate and up."""
+def _glu(operands, rows, first, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr):
+    """Computes a block of glu, from column `first` on, in the dtype of gate and up.
+
+    `ACTIVATION` is CURVE, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET.
+    """
+    CURVE: tl.constexpr = ACTIVATION[0]
+    GATED: tl.constexpr = ACTIVATION[1]
+    INTERLEAVED: tl.constexpr = ACTIVATION[2]
+    ALPHA: tl.constexpr = ACTIVATION[3]
+    LIMIT: tl.constexpr = ACTIVATION[4]
+    UP_OFFSET: tl.constexpr = ACTIVATION[5]
     gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width = operands
     gate, up = _load(gate_up_ptr, up_ptr, rows, num_rows, first, width, GATED, INTERLEAVED, COLUMNS)
     if LIMIT is not None:
@@ -139,16 +137,7 @@ def _glu_kernel(
     first = tl.program_id(0) % column_blocks * BLOCK_COLUMNS
     operands = gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width
     out = _glu(
-        operands,
-        rows,
-        first,
-        CURVE,
-        GATED,
-        INTERLEAVED,
-        ALPHA,
-        LIMIT,
-        UP_OFFSET,
-        BLOCK_COLUMNS,
+        operands, rows, first, (CURVE, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET), BLOCK_COLUMNS
     )
     at, mask = _place(rows, num_rows, first, width, BLOCK_COLUMNS)
     tl.store(out_ptr + at, out, mask=mask)
@@ -177,16 +166,7 @@ def _quantized_glu_kernel(
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     operands = gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width
     largest = _largest_of_glu(
-        operands,
-        rows,
-        False,
-        CURVE,
-        GATED,
-        INTERLEAVED,
-        ALPHA,
-        LIMIT,
-        UP_OFFSET,
-        BLOCK_COLUMNS,
+        operands, rows, False, (CURVE, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET), BLOCK_COLUMNS
     )
     special = tl.max(largest, 0) >= _INFINITY
     if special:
@@ -194,12 +174,7 @@ def _quantized_glu_kernel(
             operands,
             rows,
             True,
-            CURVE,
-            GATED,
-            INTERLEAVED,
-            ALPHA,
-            LIMIT,
-            UP_OFFSET,
+            (CURVE, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET),
             BLOCK_COLUMNS,
         )
     scale = _scale(largest, values_ptr.dtype.element_ty)
@@ -210,12 +185,7 @@ def _quantized_glu_kernel(
             operands,
             rows,
             first,
-            CURVE,
-            GATED,
-            INTERLEAVED,
-            ALPHA,
-            LIMIT,
-            UP_OFFSET,
+            (CURVE, GATED, INTERLEAVED, ALPHA, LIMIT, UP_OFFSET),
             BLOCK_COLUMNS,
         )
         if special:
@@ -228,16 +198,7 @@ def _quantized_glu_kernel(
 
 @triton.jit
 def _largest_of_glu(
-    operands,
-    rows,
-    FINITE: tl.constexpr,
-    CURVE: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    UP_OFFSET: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    operands, rows, FINITE: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Returns the largest magnitude in each row of the result; FINITE ignores all others."""
     dtype: tl.constexpr = operands[0].dtype.element_ty
@@ -245,18 +206,7 @@ def _largest_of_glu(
         [rows.shape[0], COLUMNS], tl.int16 if dtype.primitive_bitwidth == 16 else tl.int32
     )
     for first in range(0, operands[4], COLUMNS):
-        out = _glu(
-            operands,
-            rows,
-            first,
-            CURVE,
-            GATED,
-            INTERLEAVED,
-            ALPHA,
-            LIMIT,
-            UP_OFFSET,
-            COLUMNS,
-        )
+        out = _glu(operands, rows, first, ACTIVATION, COLUMNS)
         sizes = _sizes(out)
         largest = tl.maximum(largest, _finite(sizes, dtype) if FINITE else sizes)
     return _float32(tl.max(largest, 1), dtype)
