@@ -90,9 +90,10 @@ def test_the_layer_op_by_op(monkeypatch, recipe, biased, two, implementation):
         out = multiply(self, rows, matrix, sizes, by)
         return out if target is None else moe.unpermute(out, target)
 
-    def glu_apart(self, gate_up, row_weights, matrix, sizes, kind, target, made=None):
+    def glu_apart(self, gate, up, row_weights, matrix, sizes, kind, target, made=None):
         by = None if matrix.bias is None else row_weights
-        return apart(self, moe.glu(gate_up, row_weights), matrix, sizes, by, target=target)
+        inner = moe.glu(gate if up is None else (gate, up), row_weights)
+        return apart(self, inner, matrix, sizes, by, target=target)
 
     monkeypatch.setattr(ops, "multiply", apart)
     monkeypatch.setattr(ops, "glu_multiply", glu_apart)

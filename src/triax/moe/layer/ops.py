@@ -105,7 +105,8 @@ def multiply_glu(
 
 def glu_multiply(
     products: Products,
-    gate_up: Any,
+    gate: jax.Array,
+    up: jax.Array | None,
     row_weights: jax.Array | None,
     matrix: Matrix,
     sizes: jax.Array,
@@ -118,7 +119,6 @@ def glu_multiply(
     `made` is the result of `glu` if there is one already. The activation must not close over JAX
     arrays.
     """
-    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
     consts = _Consts(sizes, matrix.in_8_bits, target=target, made=made)
     operands = gate, up, row_weights, matrix.weights, matrix.bias, consts
     options = {"products": products, "activation": activation}

@@ -155,11 +155,10 @@ def _arrived(options: LayerOptions, source: Any) -> Arrived:
 
 def _experts(options: LayerOptions, experts: Experts, *operands: Any) -> jax.Array:
     """Does what `_run_experts` does, and keeps the first matmul's result for derivatives alone."""
-    static: dict[str, Any] = {"options": options}
-    static["implementation"] = options.products.implementation
     # A function may close over arrays, which an op must not.
     run: Any = _differentiable if callable(experts.activation) else _experts_op
-    out: jax.Array = run(experts, *operands, **static)
+    path: dict[str, Any] = {"implementation": options.products.implementation}
+    out: jax.Array = run(experts, *operands, options=options, **path)
     return out
 
 
@@ -189,27 +188,25 @@ def _run_experts(
             operands = rows, firsts, group_sizes, row_weights, activation
             both = ops.multiply_glu(products, *operands, keep_product)
             if both is not None:
-                return both[0], row_weights, both[1]
+                return both[0], None, row_weights, both[1]
         moves = None, quantized, plan
-        made = tuple(ops.multiply(products, rows, m, group_sizes, *moves) for m in firsts)
-        return made if len(made) == 2 else made[0], row_weights, None
+        made = [ops.multiply(products, rows, m, group_sizes, *moves) for m in firsts]
+        return *(*made, None)[:2], row_weights, None
 
-    def second(gate_up: Any, row_weights: Any) -> jax.Array:
-        gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
+    def second(gate: Any, up: Any, row_weights: Any) -> jax.Array:
         inner = activate(gate, up, row_weights, activation, implementation=implementation)
         return ops.multiply(products, inner, last, group_sizes, row_weights, target=target)
 
     if KEPT[0] not in options.keep:
         first = jax.checkpoint(first)
-    gate_up, row_weights, inner = first()
+    gate, up, row_weights, inner = first()
     if KEPT[1] in options.keep:
-        return second(gate_up, row_weights)
-    if gate_up is None:
+        return second(gate, up, row_weights)
+    if gate is None:
         return ops.multiply(products, inner, last, group_sizes, row_weights, target=target)
-    gate, up = gate_up if isinstance(gate_up, tuple) else (gate_up, None)
     if isinstance(last.weights, ScaledArray) or closes_over_arrays(activation, gate, up):
-        return jax.checkpoint(second)(gate_up, row_weights)
-    operands = gate_up, row_weights, last, group_sizes, activation, target, inner
+        return jax.checkpoint(second)(gate, up, row_weights)
+    operands = gate, up, row_weights, last, group_sizes, activation, target, inner
     return ops.glu_multiply(products, *operands)
 
 

@@ -7,6 +7,7 @@ these names and for what is made of them.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,31 +52,19 @@ select_experts = Op(
 
 
 def make_plan(
-    selected: jax.Array,
-    num_experts: int,
-    *,
-    capacity: int | None = None,
-    num_rows: int | None = None,
-    align_size: int = 1,
-    implementation: Implementation | None,
+    selected: jax.Array, num_experts: int, *, implementation: Implementation | None, **sizes: Any
 ) -> Plan:
-    """Plans the rows of int32 expert ids [tokens, top_k]; None is a size's default."""
-    sizes = _sizes(selected.size, num_experts, capacity, num_rows, align_size)
+    """Plans the rows of int32 expert ids [tokens, top_k]; `sizes` are those of `_sizes`."""
+    sizes = _sizes(selected.size, num_experts, **sizes)
     return _named(_place(selected, num_experts, sizes, implementation))
 
 
 def make_plan_from_mask(
-    mask: jax.Array,
-    top_k: int,
-    *,
-    capacity: int | None = None,
-    num_rows: int | None = None,
-    align_size: int = 1,
-    implementation: Implementation | None,
+    mask: jax.Array, top_k: int, *, implementation: Implementation | None, **sizes: Any
 ) -> Plan:
     """Plans the rows of the first `top_k` experts in each token's mask [tokens, experts]."""
     num_tokens, num_experts = mask.shape
-    sizes = _sizes(num_tokens * top_k, num_experts, capacity, num_rows, align_size)
+    sizes = _sizes(num_tokens * top_k, num_experts, **sizes)
     if top_k >= num_experts and num_experts > MAX_SORTED_EXPERTS:
         chosen = implementations.fit(implementation, mask) if num_tokens else "xla"
         return _named(place_mask(mask, top_k=top_k, **sizes, implementation=chosen))
@@ -94,8 +83,13 @@ def first_experts(mask: jax.Array, top_k: int, implementation: Implementation | 
 
 
 def _sizes(
-    num_pairs: int, num_experts: int, capacity: int | None, num_rows: int | None, align_size: int
+    num_pairs: int,
+    num_experts: int,
+    capacity: int | None = None,
+    num_rows: int | None = None,
+    align_size: int = 1,
 ) -> dict[str, int]:
+    """Returns the sizes of a plan, with the defaults for None."""
     if num_rows is None:
         num_rows = (num_pairs + num_experts * (align_size - 1)) // align_size * align_size
         num_rows = arguments.integer("num_rows", num_rows, 0)

@@ -35,18 +35,10 @@ def quantize(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the values and scales of an array; `block` has a size for each dimension."""
     swap = swapped if transposed else tuple
-    return for_target(
-        _quantize,
-        array,
-        out_type=(
-            jax.ShapeDtypeStruct(swap(array.shape), dtype),
-            jax.ShapeDtypeStruct(swap(num_blocks(array.shape, block)), jnp.float32),
-        ),
-        block=block,
-        dtype=dtype,
-        transposed=transposed,
-        **options,
-    )
+    values = jax.ShapeDtypeStruct(swap(array.shape), dtype)
+    types = values, jax.ShapeDtypeStruct(swap(num_blocks(array.shape, block)), jnp.float32)
+    options |= {"block": block, "dtype": dtype, "transposed": transposed, "types": types}
+    return for_target(_quantize, array, out_type=types, **options)
 
 
 def rounds_to(dtype: np.dtype, target: Target, implementation: str | None) -> bool:
@@ -70,6 +62,7 @@ def _quantize(
     block: tuple[int, ...],
     dtype: np.dtype,
     transposed: bool,
+    types: tuple[Any, Any],
     kernel: Kernel,
     implementation: KernelImplementation | None,
 ) -> Any:
@@ -79,10 +72,7 @@ def _quantize(
         return quantize_reference(array, block=block, dtype=dtype, transposed=transposed)
     scales = num_blocks(array.shape, block)
     options: dict[str, Any] = {
-        "out_type": (
-            jax.ShapeDtypeStruct((array.size,), dtype),
-            jax.ShapeDtypeStruct((math.prod(scales),), jnp.float32),
-        ),
+        "out_type": types,
         "implementation": implementation,
         # A multiplication must not be fused with the rounding after it.
         "backend_options": {"enable_fp_fusion": False},
@@ -95,9 +85,9 @@ def _quantize(
         elif parts > 1:  # parts are whole: they become rows of a narrower array
             depth, parts = block[-1], 1
         rows = RowsConfig.for_depth(min(depth, block[-1]))
-        outputs = launch(
+        return launch(
             kernels._quantize_rows_kernel,
-            array.reshape(-1),
+            array,
             count,
             depth,
             parts,
@@ -106,16 +96,12 @@ def _quantize(
             BLOCK=part,
             **options,
         )
-    else:
-        groups, rows_of_group = math.prod(array.shape[:-2]), array.shape[-2]
-        operands = array.reshape(-1), rows_of_group, depth
-        if kernel == "tiles":
-            options |= {"TRANSPOSED": transposed, "TILE": TILE, **_TILES}
-            programs = groups * -(-rows_of_group // TILE) * -(-depth // TILE)
-            outputs = launch(kernels._quantize_tiles_kernel, *operands, grid=programs, **options)
-        else:
-            programs = groups * -(-depth // _COLUMNS["BLOCK_COLUMNS"])
-            options |= _COLUMNS
-            outputs = launch(kernels._quantize_columns_kernel, *operands, grid=programs, **options)
-    swap = swapped if transposed else tuple
-    return outputs[0].reshape(swap(array.shape)), outputs[1].reshape(swap(scales))
+    groups, rows_of_group = math.prod(array.shape[:-2]), array.shape[-2]
+    operands = array, rows_of_group, depth
+    if kernel == "tiles":
+        options |= {"TRANSPOSED": transposed, "TILE": TILE, **_TILES}
+        programs = groups * -(-rows_of_group // TILE) * -(-depth // TILE)
+        return launch(kernels._quantize_tiles_kernel, *operands, grid=programs, **options)
+    programs = groups * -(-depth // _COLUMNS["BLOCK_COLUMNS"])
+    options |= _COLUMNS
+    return launch(kernels._quantize_columns_kernel, *operands, grid=programs, **options)
