@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import triax
 from triax import settings, testing
 from triax.errors import ArgumentTypeError, ArgumentValueError, OutOfBounds
+from triax.sharding import explicit
 from triax.sharding.splits import Shard
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
@@ -286,6 +287,17 @@ def test_the_result_decides_before_the_operands():
     assert (ROWS // 4, WIDTH) in seen
     assert (ROWS // 2, WIDTH) not in seen
     assert_close(out, alone(plain)(*args))
+
+
+def test_what_is_kept_is_not_gathered():
+    specs = []
+
+    def noted(x):
+        specs.append(jax.typeof(explicit.gathered(x, 0)).sharding.spec)
+        return x
+
+    run(noted, mesh_of("explicit"), drawn((ROWS, WIDTH)), [P("data", "model")])
+    assert specs == [P("data", None)]
 
 
 def test_a_dimension_of_one_is_in_no_constant():

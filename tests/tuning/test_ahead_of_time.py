@@ -777,23 +777,3 @@ def test_where_nothing_is_measured_slow_configs_come_last(measurer, monkeypatch)
     measurer.error = TuningError("the worker has died")
     call = explain()
     assert (call.source, call.grid) == ("first config (mode auto)", ((4, 1, 1),))
-
-
-@pytest.mark.slow("its processes take seconds")
-def test_compilation_has_a_time_limit(measurer, monkeypatch, caplog):
-    """A candidate that takes too long to compile is dropped; the others are measured."""
-    original, release = compiler._compile, threading.Event()
-
-    def slow(launch, capability, **options):
-        if launch.candidate.grid[0] == 16:
-            release.wait(30)
-        return original(launch, capability, **options)
-
-    monkeypatch.setattr(compiler, "_compile", slow)
-    monkeypatch.setenv("TRIAX_TUNING_TIMEOUT", "0.5")
-    call = explain()
-    assert not release.is_set()
-    release.set()
-    threads.join(threads._all)
-    assert call.grid == ((4, 1, 1),)
-    assert "was not compiled after" in caplog.text

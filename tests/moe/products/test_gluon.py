@@ -286,24 +286,12 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "rows.block_type.nbytes + 2 * weights",
         "rows.block_type.nbytes + weights",
     ),
-    "16 bits: columns past the last": ("16 bits", "(columns + apart < num_columns)", "True"),
     "16 bits: the bias of another stage": (
         "16 bits, bias",
         "biases.index(last)",
         "biases.index((last + 1) % STAGES)",
     ),
     "16 bits: a bias with every block of depth": ("16 bits, bias", "block, pred=is_last", "block"),
-    "outer: an empty group has the sums before it": ("outer", "gl.maximum(depth, 1)", "depth"),
-    "outer: rows of the next group": (
-        "outer",
-        "at = [_GROUP_END, end, bounded + start, (2",
-        "at = [0, 0, end + start - _GROUP_END + bounded, (2",
-    ),
-    "outer: results of the next group": (
-        "outer",
-        "(group + 1) * num_left",
-        "(group + 2) * num_left",
-    ),
     "8 bits: loads do not wait": ("8 bits, blocks", EMPTY, "pass"),
     "8 bits: products do not wait for loads": ("8 bits, blocks", LOADED, "pass"),
     "8 bits: a running product's buffer is released": (
@@ -328,16 +316,6 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "                async_copy.mbarrier_arrive(ready, increment_count=False)\n"
         "                _copy(buffers[3].index(stage), row_scales_ptr + row_at)\n",
     ),
-    "8 bits: scales of rows past the last": (
-        "8 bits, blocks",
-        "gl.minimum(row + gl.arange(0, ROWS, lanes), end - 1) * deep",
-        "(row + gl.arange(0, ROWS, lanes)) * deep",
-    ),
-    "8 bits: the far scale past the last": (
-        "8 bits, blocks",
-        "gl.where(column_tile * 2 + 1 < blocks, deep, 0)",
-        "deep",
-    ),
     "8 bits: a block leaves while the next is written": (
         "8 bits, blocks",
         "tma.store_wait(MADE - 1)",
@@ -349,11 +327,6 @@ FAULTS: dict[str, tuple[str, str, str]] = {
         "    made.store(block.to(made.dtype))\n",
     ),
     "8 bits: the end does not wait for stores": ("8 bits, blocks", "tma.store_wait(0)", "pass"),
-    "8 bits: no zeros for one half": (
-        "8 bits, blocks",
-        "row + PART * OWN, end, tile",
-        "row, end, tile",
-    ),
 }
 MOST_SEEDS = 4
 
