@@ -34,7 +34,8 @@ A = ArrayType((4,), np.dtype(np.float32))
 
 def launch(leaves, aliases=(), results=0):
     """As much of a Launch as the order of buffers depends on."""
-    return types.SimpleNamespace(leaves=tuple(leaves), aliases=aliases, results=(A,) * results)
+    named = [("", leaf) for leaf in leaves]
+    return types.SimpleNamespace(named_leaves=named, aliases=aliases, results=(A,) * results)
 
 
 I, O, S = Operand, Result, Scalar(Static(3))  # noqa: E741

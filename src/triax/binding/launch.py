@@ -274,13 +274,9 @@ class Launch:
         return zeroed | {Operand(alias.operand): sizes[alias.result] for alias in aliased}
 
     @functools.cached_property
-    def leaves(self) -> tuple[Leaf, ...]:
-        """The leaves of all runtime parameters, in the kernel's order."""
-        return tuple(leaf for _, leaf in self.named_leaves)
-
-    @functools.cached_property
     def named_leaves(self) -> tuple[tuple[str, Leaf], ...]:
-        """The leaves, each with its name: the parameter, plus the position in a tuple."""
+        """The leaves of all runtime parameters, in the kernel's order, each with its name: the
+        parameter, plus the position in a tuple."""
         named: list[tuple[str, Leaf]] = []
         for name, argument in self.arguments:
             if not isinstance(argument, tuple):
@@ -330,8 +326,8 @@ class CompiledKernel:
     sanitizer_scratch_bytes: int
     sanitizer_scratch_align: int
     parameters: tuple[tuple[int, Assumption], ...]
-    """The parameters in the kernel's order, each as its number in `Launch.leaves` and what the code
-    assumes of it; without None and integers of 1, which Triton folds into the code."""
+    """The parameters in the kernel's order, each as its number in `Launch.named_leaves` and what
+    the code assumes of it; without None and integers of 1, which Triton folds into the code."""
     writes: tuple[tuple[int, ...], ...] = ()
     """For each write that can be traced to arguments, the leaves whose memory it may reach."""
     cubin: bytes | None = None

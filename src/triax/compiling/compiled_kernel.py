@@ -60,7 +60,8 @@ def finish(
 ) -> CompiledKernel:
     """Builds the `CompiledKernel` of Triton's `ASTSource` and output, with a unique entry name."""
     name, ptx = unique_entry(wgmma.drain_at_loops(compiled.ptx), compiled.entry)
-    pointers = [i for i, leaf in enumerate(launch.leaves) if not isinstance(leaf, Scalar)]
+    leaves = enumerate(launch.named_leaves)
+    pointers = [i for i, (_, leaf) in leaves if not isinstance(leaf, Scalar)]
     with triton_private.front_end_lock:
         module = triton_private.read_ir(compiled.ir_path, compute_capability)
         count, written = writes.origins(module)

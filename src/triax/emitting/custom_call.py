@@ -61,7 +61,7 @@ def order_buffers(launch: Launch, *, scratches: int = 0) -> BufferOrder:
     """
     pointers = [
         leaf.buffer if isinstance(leaf, Descriptor) else leaf
-        for leaf in launch.leaves
+        for _, leaf in launch.named_leaves
         if not isinstance(leaf, Scalar)
     ]
     first_tail = len(pointers)
@@ -134,7 +134,7 @@ def check_writes(launch: Launch, kernel: CompiledKernel) -> None:
     """Raises `ReadOnlyOperand` for a kernel that writes to an operand without an aliased output."""
     names = [name for name, _ in launch.named_leaves]
     aliased = {alias.operand for alias in launch.aliases}
-    buffers = [leaf.buffer if isinstance(leaf, Descriptor) else leaf for leaf in launch.leaves]
+    buffers = [getattr(leaf, "buffer", leaf) for _, leaf in launch.named_leaves]
     read_only = {
         index
         for index, leaf in enumerate(buffers)

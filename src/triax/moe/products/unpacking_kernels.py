@@ -234,26 +234,6 @@ def _of_e4m3(codes):
 
 
 @triton.jit
-def _bytes_of(words):
-    """Returns the codes in words [N, parts, 8, 2] of `packing.tile_scales`: [N, parts, 8, 4, 2]."""
-    even = tl.join(words & 0xFF, (words >> 16) & 0xFF)
-    odd = tl.join((words >> 8) & 0xFF, (words >> 24) & 0xFF)
-    return tl.join(even, odd).reshape(words.shape[0], words.shape[1], 8, 4, 2)
-
-
-@triton.jit
-def _e4m3_at_once(words, base):
-    """Returns words with 2**119 times each e4m3 number of words, twice: [N, parts, 8, 4, 2].
-
-    Right for codes from 0 to 126. The words [N, parts, 8, 2] are in the order of
-    `packing.tile_scales`: even bytes are of the first of two columns. `base` is from `_base`.
-    """
-    shape: tl.constexpr = (words.shape[0], words.shape[1], 8, 4)
-    evens = _each_e4m3((words << 4) & base).reshape(shape)
-    return tl.join(evens, _each_e4m3((words >> 4) & base).reshape(shape))
-
-
-@triton.jit
 def _move(words, ASSEMBLY: tl.constexpr):
     return tl.inline_asm_elementwise(
         ASSEMBLY, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1

@@ -25,8 +25,7 @@ from triax.moe.products.unpacking_kernels import (
     _PART,
     _PART_OF_E4M3,
     _base,
-    _bytes_of,
-    _e4m3_at_once,
+    _each_e4m3,
     _of_e4m3,
     _of_threads,
     _powers_at_once,
@@ -109,7 +108,8 @@ def _halves(array):
 def _parts(pointers, steps, depth, PARTS: tl.constexpr, DEEP: tl.constexpr, STEP: tl.constexpr):
     """Loads scales or zeros for PARTS parts of each step: [SPLIT, PARTS, 8, 4, 2].
 
-    Those of e4m3 are words of four, [SPLIT, PARTS, 8, 2], for four parts.
+    Those of e4m3 are words of four, [SPLIT, PARTS, 8, 2], for four parts: even bytes are of the
+    first of two columns.
     """
     PART: tl.constexpr = _PART_OF_E4M3 if PARTS == 4 else _PART
     start = steps[:, None] * _TILE + tl.arange(0, PARTS)[None, :] * PART
@@ -169,9 +169,13 @@ def _sums(
                 scales = scales.to(tl.float32)
         if E4M3 and AT_ONCE:
             seen |= scales | (scales + 0x01010101)
-            of_weights = _e4m3_at_once(scales, base)
+            evens = _each_e4m3((scales << 4) & base).reshape(SPLIT, PARTS, 8, 4)
+            odds = _each_e4m3((scales >> 4) & base).reshape(SPLIT, PARTS, 8, 4)
+            of_weights = tl.join(evens, odds)
         elif E4M3:
-            of_weights = _of_e4m3(_bytes_of(scales))
+            evens = tl.join(scales & 0xFF, (scales >> 16) & 0xFF)
+            odds = tl.join((scales >> 8) & 0xFF, (scales >> 24) & 0xFF)
+            of_weights = _of_e4m3(tl.join(evens, odds).reshape(SPLIT, PARTS, 8, 4, 2))
         elif AT_ONCE:
             codes = scales.to(tl.int32)
             seen |= codes

@@ -32,15 +32,6 @@ def _of_bytes(codes, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _of_words(w, E4M3: tl.constexpr, DEPTH: tl.constexpr):
-    """Returns the numbers of 8-bit words from `_loaded_tiles` in float32 [columns, depth]."""
-    column = tl.join(_of_bytes(w, E4M3), _of_bytes(w >> 16, E4M3))
-    column_2 = tl.join(_of_bytes(w >> 8, E4M3), _of_bytes(w >> 24, E4M3))
-    w = tl.join(column, column_2).permute(0, 1, 7, 2, 3, 4, 5, 6)
-    return w.reshape(_COLUMNS, DEPTH)
-
-
-@triton.jit
 def _widen_kernel(
     values_ptr,
     scales_ptr,
@@ -76,7 +67,10 @@ def _widen_kernel(
         w = tl.load(values_ptr + at, mask=inside, other=0)
         w = _loaded_tiles(w, _COLUMNS, BLOCK_DEPTH, BLOCK_DEPTH // 32)
         if IS_8_BIT:
-            w = _of_words(w, E4M3, BLOCK_DEPTH)
+            first = tl.join(_of_bytes(w, E4M3), _of_bytes(w >> 16, E4M3))
+            second = tl.join(_of_bytes(w >> 8, E4M3), _of_bytes(w >> 24, E4M3))
+            w = tl.join(first, second).permute(0, 1, 7, 2, 3, 4, 5, 6)
+            w = w.reshape(_COLUMNS, BLOCK_DEPTH)
         else:
             w = _from_tiles(w, 0x43084308, None, None, PACKED, False).to(tl.float32)
     elif IS_8_BIT:
