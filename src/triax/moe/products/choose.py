@@ -17,7 +17,7 @@ from triax.moe.products import any_gpu, any_gpu_gradients, few_rows, sm90_8_bits
 from triax.moe.products.operands import Parts, parts
 from triax.moe.products.options import Groups, Options
 from triax.moe.products.product import GroupOuter, Product, RaggedDot
-from triax.moe.products.quantized_outer_reference import quantized_outer_reference
+from triax.moe.products.reference import quantized_outer_reference
 from triax.moe.quantization.packing import fill, unfill, whole_tiles
 from triax.moe.quantization.scaled import ScaledArray, filled
 from triax.moe.shared.arrays import stored

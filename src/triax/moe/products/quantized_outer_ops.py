@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from triax.moe.products import choose
-from triax.moe.products import quantized_outer_reference as reference
+from triax.moe.products import choose, reference
 from triax.moe.products.ops import dims_of_groups, groups_of_shard
 from triax.moe.products.options import FAST_SUMS, Groups, Options
 from triax.moe.shared import implementation as implementations
@@ -33,7 +32,7 @@ def _local(
     groups: Any,
 ) -> jax.Array:
     """Multiplies a shard of the rows, with its own scales, and sums the shards' products."""
-    groups = groups_of_shard(shard, groups, reference.num_rows(left, left_source))
+    groups = groups_of_shard(shard, groups, len(left if left_source is None else left_source))
     options = call.options["options"]
     if shard.count("r") == 1:
         return call.run(left, right, left_source, right_source, groups)
@@ -92,7 +91,7 @@ def outer_in_8_bits(
     Returns:
       [groups, left, right]; zeros for empty groups.
     """
-    count = reference.num_rows(left, sources[0])
+    count = len(left if sources[0] is None else sources[0])
     shape = group_sizes.shape[0], left.shape[1], right.shape[1]
     if not (count and len(left) and len(right) and all(shape)):
         empty = jnp.zeros(shape, result_dtype)

@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from triax.compat import jax_private
 from triax.moe.activations.reference import glu_reference
 from triax.moe.products.operands import Parts, parts
 from triax.moe.products.options import Groups, Options
+from triax.moe.quantization.reference import quantize_groups_reference
 from triax.moe.quantization.scaled import ScaledArray, widened
-from triax.moe.shared.arrays import at_least_float32, running_sum
+from triax.moe.shared.arrays import at_least_float32, running_sum, take_rows
 
 _MOST_ROWS = 128  # rows of a tile
 
@@ -123,6 +125,38 @@ def _group_outer(
 
     sums = _over_tiles(add, shape, wider, options, groups, left, right)
     return sums.astype(options.dtype)
+
+
+def quantized_outer_reference(
+    left: jax.Array,
+    right: jax.Array,
+    left_source: jax.Array | None,
+    right_source: jax.Array | None,
+    groups: Groups,
+    *,
+    options: Options,
+    dtypes: tuple[np.dtype, np.dtype],
+) -> jax.Array:
+    """Sums left × right over the rows of each group, both in 8 bits."""
+    left, right = _taken(left, left_source), _taken(right, right_source)
+    num_groups = groups.sizes.shape[0]
+    group = group_of_rows(groups, left.shape[0])
+    (x, x_scales), (y, y_scales) = (
+        quantize_groups_reference(side, group, num_groups=num_groups, dtype=dtype)
+        for side, dtype in zip((left, right), dtypes, strict=True)
+    )
+    wide: Any = Options(jnp.dtype(jnp.float32), None)
+    sums = group_outer_reference(x, y, groups, options=wide)
+    return (sums * x_scales[:, :, None] * y_scales[:, None, :]).astype(options.dtype)
+
+
+def _taken(side: jax.Array, source: jax.Array | None) -> jax.Array:
+    """Returns a side's rows, or the rows that `source` names; a row out of range is zero."""
+    if source is None:
+        return side
+    known = (source >= 0) & (source < side.shape[0])
+    rows = take_rows(side, source, mode="clip")
+    return jnp.where(known[:, None], rows, jnp.zeros((), side.dtype))
 
 
 def spread_bias_reference(
