@@ -54,7 +54,7 @@ def group_outer(product: GroupOuter) -> jax.Array:
             )
         ]
     keywords: dict[str, Any] = {"options": product.options, "implementation": implementation}
-    return multiply(product.target, *sides, bounds, **keywords)
+    return multiply(product.target, sides[0], sides[1], bounds, **keywords)
 
 
 def quantize_groups(
