@@ -6,9 +6,11 @@ Every process maps every piece to the same addresses, which follow from the devi
 order of the channels: programs that hold them are the same in all runs, and can be cached. A
 channel is made when a program that needs more room than there is is lowered, and stays.
 
-All processes of a job lower the same programs in the same order, so they meet here without further
-agreement; a process waits for one that is late. If one dies, its sockets close. Then the others
-write a word into the memory of their own GPUs, at which kernels that wait stop with an error.
+All processes of a mesh lower the same programs in the same order. They meet here for each new size,
+in rounds of `jax.distributed`'s key-value service: a process waits for one that is late, all raise
+if they lower different programs, and all do without if one of them cannot have its memory. If a
+process dies, its sockets close. Then the others write a word into the memory of their own GPUs, at
+which kernels that wait stop with an error.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
@@ -25,7 +28,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,55 +72,37 @@ def peers(mesh: Any, axis_name: Any, num_bytes: int) -> np.ndarray:
       devices along its axis, and the room of each of the two parts for rows; all in units.
 
     Raises:
-      UnavailableError: there can be no such memory; raised in all processes that share the axis.
+      UnavailableError: there can be no such memory; raised in all processes of the mesh.
+      TriaxError: another process of the mesh lowers another program, or has ended.
     """
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     along = [mesh.axis_names.index(name) for name in names]
-    others = [i for i in range(mesh.devices.ndim) if i not in along]
-    count = int(np.prod([mesh.devices.shape[i] for i in along]))
-    order = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(*others, *along)
-    devices = list(mesh.devices.flat)
-    this = jax.process_index()
-    table = np.zeros((mesh.size, count + 1), np.int32)
-    elsewhere = []
-    for places in order.reshape(-1, count):
-        group = [devices[place] for place in places]
-        if all(device.process_index != this for device in group):
-            elsewhere.append((places, group))
-            continue
-        channel = _host.channel(group, -(-num_bytes // _UNIT))
-        table[places, :-1] = [channel.addresses[device.id] // _UNIT for device in group]
-        table[places, -1] = channel.room
-        offset = channel.addresses[group[0].id] - _start(group[0].id)
-    for places, group in elsewhere:
-        # Nobody reads these here. They are what they are if all devices made the same channels, so
-        # that all processes have the same program.
-        table[places, :-1] = [(_start(device.id) + offset) // _UNIT for device in group]
-        table[places, -1] = channel.room
+    order = np.arange(mesh.size).reshape(mesh.devices.shape)
+    order = np.moveaxis(order, along, range(-len(along), 0))
+    order = order.reshape(-1, np.prod(order.shape[-len(along) :]))
+    devices = mesh.devices.flat
+    try:
+        usable = set(jax.devices(devices[0].platform))
+    except RuntimeError:  # no such platform here
+        usable = set()
+    if not usable.issuperset(devices):
+        raise UnavailableError("the program is compiled for devices that this process cannot use")
+    # Of few sizes: a program that needs more than there is adds a channel, and none ever goes.
+    room = 1 << (-(-num_bytes // _UNIT) - 1).bit_length()
+    rows = _host.rows([[devices[place] for place in places] for places in order], room)
+    table = np.zeros((mesh.size, order.shape[1] + 1), np.int32)
+    table[order] = np.array(rows)[:, None]
     return table
-
-
-def _start(device: int) -> int:
-    """Returns the first of a device's addresses."""
-    return _BASE + _STRIDE * device
 
 
 class _Chunk(NamedTuple):
     """The memory of a channel on one device."""
 
     device: int
-    offset: int
+    address: int
     size: int
-    handle: Any
-
-    @property
-    def address(self) -> int:
-        return _start(self.device) + self.offset
-
-
-class _Channel(NamedTuple):
-    addresses: dict[int, int]  # by device
-    room: int  # units
+    bus: str  # the PCI bus's name of the GPU, by which other processes know it
+    handle: Any = None
 
 
 class _Host:
@@ -125,60 +110,103 @@ class _Host:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._channels: dict[tuple[int, ...], list[_Channel] | str] = {}  # or why there are none
-        self._own: list[_Chunk] = []
-        self._used: dict[int, int] = {}  # bytes of addresses, by device
+        # What all processes of a mesh have: by its groups and room, or why there is none.
+        self._rows: dict[Any, dict[int, list[list[int]] | str]] = {}
+        self._channels: dict[tuple[int, ...], list[list[int]]] = {}  # by devices: rows of `peers`
+        self._own: list[tuple[_Chunk, set[int]]] = []  # and the other processes that write to it
+        self._free: dict[int, int] = {}  # the next address, by device
         self._contexts: dict[int, tuple[Any, Any]] = {}  # of own devices, each with a stream
         self._sockets: dict[int, socket.socket] = {}  # by process
-        self._listener: socket.socket | None = None
+        self._ended: set[int] = set()
+        self._listener: Any = None
+        self._rounds: dict[str, int] = {}  # how many, by processes
 
-    def channel(self, devices: Sequence[Any], room: int) -> _Channel:
-        """Returns a channel of devices, made together with the processes that they belong to."""
-        key = tuple(device.id for device in devices)
+    def rows(self, groups: Sequence[Sequence[Any]], room: int) -> list[list[int]]:
+        """Returns a row of `peers` for each group of devices, whose processes all call this."""
+        ids = tuple(tuple(device.id for device in group) for group in groups)
         with self._lock:
-            channels = self._channels.setdefault(key, [])
-            if isinstance(channels, str):
-                raise UnavailableError(channels)
-            for channel in channels:
-                if channel.room >= room:
-                    return channel
-            try:
-                channel = self._make(devices, room)
-            except UnavailableError as error:
-                self._channels[key] = str(error)
-                raise
-            except ConnectionError as error:
-                raise TriaxError(
-                    "A process of this job ended while others shared memory with it."
-                ) from error
-            channels.append(channel)
-            return channel
+            known = self._rows.setdefault(ids, {})
+            for size, rows in sorted(known.items()):
+                if size <= room if isinstance(rows, str) else size >= room:
+                    break
+            else:
+                try:
+                    rows = self._make(ids, groups, room)
+                except UnavailableError as error:
+                    rows = str(error)
+                except ConnectionError as error:
+                    raise TriaxError(
+                        "A process of this job ended while others shared memory with it."
+                    ) from error
+                known[room] = rows
+        if isinstance(rows, str):
+            raise UnavailableError(rows)
+        return rows
 
-    def _make(self, devices: Sequence[Any], room: int) -> _Channel:
+    def _make(self, ids: Any, groups: Sequence[Sequence[Any]], room: int) -> list[list[int]]:
         this = jax.process_index()
-        own = [device for device in devices if device.process_index == this]
-        processes = sorted({device.process_index for device in devices} - {this})
-        self._connect(processes)
-        chunks: list[_Chunk] = []
-        reason = ""
+        members = [{device.process_index for device in group} for group in groups]
+        processes = sorted(set().union(*members))
+        if this not in processes:
+            raise UnavailableError("this process has no device of the mesh")
+        program = _digest([ids, room])
+        here = self._listen() if len(processes) > 1 else ["", ""]
+        said = self._round(processes, [program, *here])
+        for process, (theirs, *_) in said.items():
+            if theirs != program:
+                raise TriaxError(
+                    f"Process {process} lowers another program that exchanges rows between GPUs "
+                    f"than process {this}. Lower such programs in the same order in all processes "
+                    "of the mesh, and in one thread."
+                )
+        for some in members:
+            hosts = {said[process][1] for process in some}
+            if len(some) > 1 and (len(hosts) > 1 or "" in hosts):
+                raise UnavailableError(
+                    "the devices of the axis are on several hosts, or in several containers, or of "
+                    "several users"
+                )
+        reasons, rows, made = [], {}, []
+        new: list[_Chunk] = []
         try:
-            _check_atomics([jax_private.local_index(device) for device in own])
-            for device in own:
-                chunks.append(self._allocate(device, (1 + 2 * room) * _UNIT))
-        except UnavailableError as error:
-            reason = str(error)
-        chunks += self._share(processes, chunks, own[0], reason)
-        return _Channel({chunk.device: chunk.address for chunk in chunks}, room)
+            for number, (key, group, some) in enumerate(zip(ids, groups, members, strict=True)):
+                if this not in some:
+                    continue
+                fitting = (row for row in self._channels.get(key, []) if row[-1] >= room)
+                if (row := next(fitting, None)) is None:
+                    others, first = some - {this}, len(new)
+                    self._connect({process: said[process][2] for process in others})
+                    reasons.append(self._share(group, room, sorted(others), new))
+                    places = {chunk.device: chunk.address // _UNIT for chunk in new[first:]}
+                    row = [*(places.get(device, 0) for device in key), room]
+                    made.append((key, row, new[first:], others))
+                rows[number] = row
+            said = self._round(processes, [next(filter(None, reasons), ""), [*rows.items()]])
+            reason = next(filter(None, (reason for reason, _ in said.values())), "")
+            if reason:
+                raise UnavailableError(reason)
+        except BaseException:
+            for chunk in reversed(new):
+                self._release(chunk)
+            raise
+        for key, row, chunks, others in made:
+            self._channels.setdefault(key, []).append(row)
+            self._own += [(chunk, others) for chunk in chunks if chunk.device in self._contexts]
+            if others & self._ended:  # `_watch` may not have seen these chunks
+                raise ConnectionResetError
+        rows.update(row for _, theirs in said.values() for row in theirs)
+        return [rows[number] for number in range(len(groups))]
 
-    def _allocate(self, device: Any, size: int) -> _Chunk:
-        """Makes and maps memory of one of this process's devices."""
+    def _create(self, device: Any, size: int) -> _Chunk:
+        """Makes memory of one of this process's devices."""
         cu = _driver()
         index = jax_private.local_index(device)
-        offset = self._used.get(device.id, 0)
-        if device.id >= _MOST_DEVICES or offset + size > _STRIDE or index is None:
+        start = _BASE + _STRIDE * device.id
+        address = self._free.get(device.id, start)
+        if device.id >= _MOST_DEVICES or address + size > start + _STRIDE or index is None:
             raise UnavailableError(
-                f"{size} bytes more on {device} are more than the addresses allow, which are for "
-                f"{_MOST_DEVICES} devices of {_STRIDE} bytes"
+                f"{device} has no addresses for {size >> 20} MiB more: there are "
+                f"{_STRIDE >> 30} GiB of them for each of the job's first {_MOST_DEVICES} devices"
             )
         if device.id not in self._contexts:
             context = _call("cuDevicePrimaryCtxRetain", _call("cuDeviceGet", index))
@@ -188,31 +216,23 @@ class _Host:
         like.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         like.location.id = index
         like.requestedHandleTypes = _file_descriptor()
-        recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        unit = int(_call("cuMemGetAllocationGranularity", like, recommended))
-        size = -(-size // unit) * unit
-        chunk = _Chunk(device.id, offset, size, _call("cuMemCreate", size, like, 0))
-        self._map(chunk, device)
-        context, _ = self._contexts[device.id]
-        _in(context, "cuMemsetD8", chunk.address, 0, _UNIT)
-        _in(context, "cuCtxSynchronize")
-        self._own.append(chunk)
-        return chunk
+        handle = _call("cuMemCreate", size, like, 0)
+        return _Chunk(device.id, address, size, _bus(index), handle)
 
-    def _map(self, chunk: _Chunk, own: Any) -> None:
-        """Maps memory for all GPUs of this process, of which `own` is one."""
+    def _map(self, chunk: _Chunk, own: Sequence[Any]) -> None:
+        """Maps memory for GPUs of this process."""
         cu = _driver()
-        start = _start(chunk.device)
-        # All addresses at once: of a few megabytes the driver chooses the place itself.
-        is_reserved = chunk.device in self._used or start == int(
-            _call("cuMemAddressReserve", _STRIDE, 0, start, 0)
-        )
-        if not is_reserved:
-            raise UnavailableError(f"address {start:#x} is taken in process {jax.process_index()}")
-        self._used[chunk.device] = chunk.offset + chunk.size
+        if chunk.device not in self._free:
+            # All addresses at once: of a few megabytes the driver chooses the place itself.
+            start = _BASE + _STRIDE * chunk.device
+            reserved = int(_call("cuMemAddressReserve", _STRIDE, 0, start, 0))
+            if reserved != start:
+                _call("cuMemAddressFree", reserved, _STRIDE)
+                raise UnavailableError(f"address {start:#x} is taken in a process")
+        self._free[chunk.device] = chunk.address + chunk.size
         _call("cuMemMap", chunk.address, chunk.size, 0, chunk.handle, 0)
         access = []
-        for device in own.client.local_devices():
+        for device in own:
             entry = cu.CUmemAccessDesc()
             entry.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
             entry.location.id = jax_private.local_index(device)
@@ -220,87 +240,130 @@ class _Host:
             access.append(entry)
         _call("cuMemSetAccess", chunk.address, chunk.size, access, len(access))
 
+    def _release(self, chunk: _Chunk) -> None:
+        """Gives memory back that was made, and perhaps mapped."""
+        for name, *arguments in (
+            ("cuMemUnmap", chunk.address, chunk.size),
+            ("cuMemRelease", chunk.handle),
+        ):
+            with contextlib.suppress(UnavailableError):
+                _call(name, *arguments)
+        if chunk.device in self._free:
+            self._free[chunk.device] = chunk.address
+
     # --- other processes ----------------------------------------------------------
 
-    def _connect(self, processes: Sequence[int]) -> None:
-        """Opens a socket to each process, of which the one with the higher number calls."""
+    def _round(self, processes: Sequence[int], value: Any) -> dict[int, Any]:
+        """Tells other processes a value; returns what each says in the same round."""
         client = jax_private.key_value_client()
-        if not processes or client is None:
-            return
-        # An abstract socket can be called from its own network namespace.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = f"{boot} {os.readlink('/proc/self/ns/net')}"
-        if self._listener is None:
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._listener.bind(b"\0triax-" + os.urandom(16).hex().encode())
-            self._listener.listen()
-            atexit.register(self._say_bye)
-            here = json.dumps([host, self._listener.getsockname().decode()])
-            client.set_first(_key(client.process), here, 60_000)
-        places = {}
+        if len(processes) == 1 or client is None:
+            return dict.fromkeys(processes, value)
+        group = _digest(processes)
+        number = self._rounds[group] = self._rounds.get(group, 0) + 1
+        path = f"triax/peers/{group}/{number}"
+        client.set_first(f"{path}/{client.process}", json.dumps(value), 60_000)
+        said = {}
         for process in processes:
-            with _said_if_slow(f"process {process} has not come to its first exchange"):
-                while (found := client.find(_key(process))) is None:
+            with _said_if_slow(f"process {process} has not lowered this program"):
+                while (text := client.find(f"{path}/{process}")) is None:
+                    if process in self._ended:
+                        raise ConnectionResetError
                     time.sleep(0.02)
-            places[process] = json.loads(found)
-        if any(place[0] != host for place in places.values()):
-            raise UnavailableError("the devices of the axis are on several hosts, or containers")
-        for process in processes:
-            if process < client.process and process not in self._sockets:
-                called = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                called.connect(places[process][1].encode())
-                called.sendall(str(client.process).encode())
-                self._add(process, called)
-        while any(process not in self._sockets for process in processes):
-            caller, _ = self._listener.accept()
-            if _credentials(caller)[1] == os.getuid():
-                self._add(int(caller.recv(64)), caller)
+            said[process] = json.loads(text)
+        return said
 
-    def _say_bye(self) -> None:
-        for connection in self._sockets.values():
-            with contextlib.suppress(OSError):
-                connection.sendall(_BYE)
+    def _listen(self) -> list[str]:
+        """Returns this process's host, and the address of its socket there; "" if it has none."""
+        try:
+            # An abstract socket can be called from its own network namespace.
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            host = f"{boot} {os.readlink('/proc/self/ns/net')} {os.geteuid()}"
+            if self._listener is None:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                listener.bind(b"\0triax-" + os.urandom(16).hex().encode())
+                listener.listen()
+                self._listener = listener
+                atexit.register(lambda: _host.say_bye())
+            return [host, self._listener.getsockname().decode()]
+        except OSError:
+            return ["", ""]
+
+    def _connect(self, addresses: dict[int, str]) -> None:
+        """Opens a socket to each process, of which the one with the higher number calls."""
+        for process, address in addresses.items():
+            if process < jax.process_index() and process not in self._sockets:
+                called = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                called.connect(address.encode())
+                called.sendall(str(jax.process_index()).encode())
+                self._add(process, called)
+        while missing := addresses.keys() - self._sockets.keys():
+            with _said_if_slow(f"process {min(missing)} has not connected"):
+                caller, _ = self._listener.accept()
+            if _credentials(caller)[1] == os.geteuid():
+                self._add(int(caller.recv(64)), caller)
 
     def _add(self, process: int, connection: socket.socket) -> None:
         self._sockets[process] = connection
         threading.Thread(target=self._watch, args=(process, connection), daemon=True).start()
 
-    def _share(
-        self, processes: Sequence[int], chunks: Sequence[_Chunk], own: Any, reason: str
-    ) -> list[_Chunk]:
-        """Gives all processes this one's chunks; maps theirs, and returns them.
+    def say_bye(self) -> None:
+        for connection in self._sockets.values():
+            with contextlib.suppress(OSError):
+                connection.sendall(_BYE)
 
-        Raises in all of them if one has failed, this one for a `reason`.
+    def close(self) -> None:
+        for connection in filter(None, (*self._sockets.values(), self._listener)):
+            connection.close()
+
+    def _share(
+        self, group: Sequence[Any], room: int, others: Sequence[int], new: list[_Chunk]
+    ) -> str:
+        """Makes the memory of a group of devices, together with other processes; adds it to `new`.
+
+        Returns why some of it is missing, or "". All processes tell each other what they have.
         """
-        theirs = []
-        for process in processes:
-            fds = [int(_call("cuMemExportToShareableHandle", c.handle, _file_descriptor(), 0))
-                   for c in chunks]  # fmt: skip
-            message = json.dumps([chunk[:3] for chunk in chunks]).encode()
-            socket.send_fds(self._sockets[process], [message], fds)
-            for fd in fds:
-                os.close(fd)
-        for process in processes:
+        own = [device for device in group if device.process_index == jax.process_index()]
+        indices = [jax_private.local_index(device) for device in own]
+        chunks, fds, reason = [], [], ""
+        try:
+            _check_atomics(itertools.permutations(indices, 2))
+            for device in own:
+                chunk = self._create(device, (1 + 2 * room) * _UNIT)
+                new.append(chunk)
+                self._map(chunk, own)
+                context, stream = self._contexts[device.id]
+                _in(context, "cuMemsetD8Async", chunk.address, 0, _UNIT, stream)
+                _in(context, "cuStreamSynchronize", stream)
+                chunks.append(chunk)
+            for chunk in chunks if others else []:
+                fds.append(
+                    int(_call("cuMemExportToShareableHandle", chunk.handle, _file_descriptor(), 0))
+                )
+        except UnavailableError as error:
+            reason = str(error)
+        message = json.dumps([] if reason else [chunk[:-1] for chunk in chunks]).encode()
+        for process in others:
+            socket.send_fds(self._sockets[process], [message], [] if reason else fds)
+        for fd in fds:
+            os.close(fd)
+        for process in others:
             message, fds = self._receive(process)
-            for place, fd in zip(json.loads(message), fds, strict=True):
+            places = json.loads(message)
+            if len(fds) < len(places):
+                reason = f"process {jax.process_index()} can have no more file descriptors"
+            for place, fd in zip(places, fds, strict=False):
                 try:
                     handle = _call("cuMemImportFromShareableHandle", fd, _file_descriptor())
-                    theirs.append(_Chunk(*place, handle))
-                    self._map(theirs[-1], own)
+                    new.append(_Chunk(*place, handle))
+                    self._map(new[-1], own)
+                    _check_atomics((index, _ordinal(new[-1].bus)) for index in indices)
                 except UnavailableError as error:
                     reason = str(error)
                 os.close(fd)
-        for process in processes:
-            self._sockets[process].sendall(reason.encode() or b"\0")
-        reasons = [reason]
-        for process in processes:
-            reasons.append(self._receive(process)[0].strip(b"\0").decode())
-        if any(reasons):
-            raise UnavailableError(next(filter(None, reasons)))
-        return theirs
+        return reason
 
     def _receive(self, process: int) -> tuple[bytes, list[int]]:
-        with _said_if_slow(f"process {process} has not lowered this program"):
+        with _said_if_slow(f"process {process} has not made its memory"):
             message, fds, _, _ = socket.recv_fds(self._sockets[process], 1 << 16, 250)
         if message in (b"", _BYE):
             raise ConnectionResetError
@@ -314,24 +377,32 @@ class _Host:
         with contextlib.suppress(OSError):
             ends.register(os.pidfd_open(_credentials(connection)[0]), select.POLLIN)
         ends.poll()
+        level = logging.ERROR
         with contextlib.suppress(OSError):
             if connection.recv(len(_BYE), socket.MSG_PEEK | socket.MSG_DONTWAIT) == _BYE:
+                level = logging.INFO
                 time.sleep(1)  # at the end of a job this process ends, too
-        logger.error(
+        self._ended.add(process)
+        logger.log(
+            level,
             "process %d of this job has ended: programs that exchange rows with it stop with "
             "CUDA_ERROR_LAUNCH_FAILED",
             process,
         )
         one = array.array("i", [1])
-        for chunk in list(self._own):
+        for chunk, others in list(self._own):
             context, stream = self._contexts[chunk.device]
             target = chunk.address + 4 * PLACES["ABORT"]
-            _in(context, "cuMemcpyHtoDAsync", target, one.buffer_info()[0], 4, stream)
-            _in(context, "cuStreamSynchronize", stream)
+            # A GPU whose kernels have stopped takes no calls any more.
+            with contextlib.suppress(UnavailableError):
+                if process in others:
+                    source = one.buffer_info()[0]
+                    _in(context, "cuMemcpyHtoDAsync", target, source, 4, stream)
+                    _in(context, "cuStreamSynchronize", stream)
 
 
-def _key(process: int) -> str:
-    return f"triax/peers/{process}"
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:
@@ -367,17 +438,33 @@ def _file_descriptor() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> Any:
-    status, *results = getattr(_driver(), name)(*arguments)
+    try:
+        status, *results = getattr(_driver(), name)(*arguments)
+    except RuntimeError as error:  # the driver is not installed, or too old
+        raise UnavailableError(f"{name}: {error}") from error
     if int(status):
         raise UnavailableError(f"{name}: {status.name}")
     return results[0] if results else None
 
 
-def _check_atomics(indices: Sequence[Any]) -> None:
-    """Raises if GPUs of this process cannot run atomics on each other's memory, as kernels do."""
-    for pair in itertools.permutations(indices, 2):
+def _bus(index: int) -> str:
+    with contextlib.suppress(UnavailableError):
+        return str(_call("cuDeviceGetPCIBusId", 16, index).split(b"\0")[0].decode())
+    return ""
+
+
+def _ordinal(bus: str) -> int | None:
+    """Returns the driver's ordinal of a GPU; None if this process does not see it."""
+    with contextlib.suppress(UnavailableError):
+        return int(_call("cuDeviceGetByPCIBusId", bus.encode()))
+    return None
+
+
+def _check_atomics(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Raises if GPUs cannot run atomics on each other's memory, as kernels do."""
+    for pair in pairs:
         kind = _driver().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-        if not int(_call("cuDeviceGetP2PAttribute", kind, *pair)):
+        if None not in pair and not int(_call("cuDeviceGetP2PAttribute", kind, *pair)):
             raise UnavailableError(f"GPUs {pair[0]} and {pair[1]} are not connected by NVLink")
 
 
@@ -391,3 +478,13 @@ def _in(context: Any, name: str, *arguments: Any) -> Any:
 
 
 _host = _Host()
+
+
+def _renew() -> None:
+    """Replaces the host in a forked child, in whose name nobody may speak over the sockets."""
+    global _host
+    _host.close()
+    _host = _Host()
+
+
+os.register_at_fork(after_in_child=_renew)

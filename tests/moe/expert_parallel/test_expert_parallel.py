@@ -569,11 +569,11 @@ def test_programs_for_gpus_exchange_no_more_than_they_must(monkeypatch):
     """The weights with the choices, the tokens, and the sums; and gradients of each of them."""
     rooms = []
 
-    def channel(members, room):
+    def rows(groups, room):
         rooms.append(room)
-        return peer_memory._Channel({device.id: device.id << 32 for device in members}, room)
+        return [[*range(1, len(group) + 1), room] for group in groups]
 
-    monkeypatch.setattr(peer_memory._host, "channel", channel)
+    monkeypatch.setattr(peer_memory._host, "rows", rows)
     monkeypatch.setattr(devices, "is_cuda", lambda _: True)
     monkeypatch.setattr(devices, "gpus", lambda _: [])
     count, width = 4 * TOKENS, 24
