@@ -38,15 +38,13 @@ from triax.errors import ArgumentTypeError, ArgumentValueError
 class Bound:
     """A call's values by parameter name.
 
-    `runtime` has the runtime parameters with a value, given or by default, in the kernel's order;
-    `absent` names the parameters that fall back to a default of None. `free` names, in order, the
-    parameters that may take outputs: `absent`, those without a value, and those of `described`,
-    which take an output through a descriptor. `keywords` are constexprs and names that only grids
-    and heuristics read.
+    `runtime` has the runtime parameters with a value, given or by default, in the kernel's order.
+    `free` names, in order, the parameters that may take outputs: those that fall back to a default
+    of None, those without a value, and those of `described`, which take an output through a
+    descriptor. `keywords` are constexprs and names that only grids and heuristics read.
     """
 
     runtime: dict[str, Any]
-    absent: frozenset[str]
     free: tuple[str, ...]
     described: dict[str, TensorDescriptor]
     keywords: dict[str, Any]
@@ -105,7 +103,7 @@ def bind(
                 runtime[name] = parameter.default
             if parameter.default is None:
                 free.append(name)
-    return Bound(runtime, frozenset(free) & runtime.keys(), tuple(free), described, by_name)
+    return Bound(runtime, tuple(free), described, by_name)
 
 
 def _is_output(descriptor: TensorDescriptor) -> bool:
@@ -374,9 +372,10 @@ def _wrong_number_of_outputs(
             f" The parameters with an output's descriptor ({', '.join(bound.described)}) take "
             "outputs that are not aliased."
         )
-    if bound.absent and outputs > len(free):
+    absent = bound.runtime.keys() & bound.free
+    if absent and outputs > len(free):
         hint += (
-            f" Parameters with a default of None ({', '.join(sorted(bound.absent))}) can take "
+            f" Parameters with a default of None ({', '.join(sorted(absent))}) can take "
             "outputs too, but only all of them: pass None to parameters that are not outputs."
         )
     elif outputs > len(free):  # the call passes outputs as operands, as in Triton

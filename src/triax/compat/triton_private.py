@@ -158,7 +158,6 @@ def aggregate_members(class_: type) -> list[Any] | None:
 class _ElementType(str):
     """A Triton type name with the two attributes that Triton reads from a torch dtype."""
 
-    __slots__ = ("is_floating_point", "itemsize")
     is_floating_point: bool
     itemsize: int
 

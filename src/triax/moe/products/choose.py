@@ -187,11 +187,13 @@ def quantized_outer(
     groups: Groups,
     *,
     options: Options,
+    dtypes: tuple[np.dtype, np.dtype] | None,
     **keywords: Any,
 ) -> Any:
     """Sums left × right over the rows of each group, both in 8 bits, but for dtypes of None."""
     shape = groups.sizes.shape[0], left.shape[1], right.shape[1]
     keywords |= {"out_type": jax.ShapeDtypeStruct(shape, options.dtype), "options": options}
+    keywords |= {"rounded_to": dtypes}
     return for_target(_group_outer, left, right, (left_source, right_source), groups, **keywords)
 
 
@@ -201,10 +203,7 @@ def _group_outer(
     right: jax.Array,
     sources: tuple[jax.Array | None, jax.Array | None],
     groups: Groups,
-    *,
-    dtypes: tuple[np.dtype, np.dtype] | None,
     **keywords: Any,
 ) -> Any:
-    operands: dict[str, Any] = {"left": Parts(left), "right": Parts(right), "sources": sources}
-    operands |= {"groups": groups, "rounded_to": dtypes}
-    return _run(GROUP_OUTER, GroupOuter(target=target, **operands, **keywords))
+    sides: Any = {"left": Parts(left), "right": Parts(right), "sources": sources}
+    return _run(GROUP_OUTER, GroupOuter(target=target, groups=groups, **sides, **keywords))

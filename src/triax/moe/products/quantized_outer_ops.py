@@ -22,23 +22,15 @@ _derivative = not_differentiable(
 )
 
 
-def _local(
-    call: Call,
-    shard: Shard,
-    left: Any,
-    right: Any,
-    left_source: Any,
-    right_source: Any,
-    groups: Any,
-) -> jax.Array:
+def _local(call: Call, shard: Shard, *operands: Any) -> jax.Array:
     """Multiplies a shard of the rows, with its own scales, and sums the shards' products."""
+    left, _, left_source, _, groups = operands
     groups = groups_of_shard(shard, groups, len(left if left_source is None else left_source))
     options = call.options["options"]
     if shard.count("r") == 1:
-        return call.run(left, right, left_source, right_source, groups)
+        return call.run(*operands[:4], groups)
     wide = call.replace(options=options.for_partial_sums())
-    sums = wide.run(left, right, left_source, right_source, groups)
-    return shard.sum("r", sums).astype(options.dtype)
+    return shard.sum("r", wide.run(*operands[:4], groups)).astype(options.dtype)
 
 
 def _dims(left: Any, right: Any, left_source: Any, right_source: Any, *_: Any, **__: Any) -> Any:
