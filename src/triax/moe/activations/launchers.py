@@ -64,8 +64,9 @@ def quantized_glu(
     """Returns glu's result, quantized with a scale for each row: values and scales."""
     num_rows, width = _shape(gate_up, up, spec)
     values = jax.ShapeDtypeStruct((num_rows, width), dtype)
-    options |= {"out_type": (values, jax.ShapeDtypeStruct((num_rows, 1), jnp.float32))}
-    return for_target(_quantized_glu, gate_up, up, row_weights, spec=spec, dtype=dtype, **options)
+    types = values, jax.ShapeDtypeStruct((num_rows, 1), jnp.float32)
+    options |= {"spec": spec, "types": types}
+    return for_target(_quantized_glu, gate_up, up, row_weights, out_type=types, **options)
 
 
 def _quantized_glu(
@@ -75,31 +76,27 @@ def _quantized_glu(
     row_weights: jax.Array | None,
     *,
     spec: GluSpec,
-    dtype: np.dtype,
+    types: tuple[Any, Any],
     implementation: KernelImplementation | None,
 ) -> tuple[jax.Array, jax.Array]:
     from triax.moe.activations.kernels import _quantized_glu_kernel
 
+    (num_rows, width), dtype = types[0].shape, types[0].dtype
     if not rounds_to(dtype, target, implementation):
         return quantized_glu_reference(gate_up, up, row_weights, spec=spec, dtype=dtype)
-    num_rows, width = _shape(gate_up, up, spec)
     block = RowsConfig.for_depth(width)
-    values, scales = launch(
+    return launch(
         _quantized_glu_kernel,
         gate_up,
         up,
         row_weights,
         num_rows,
         width,
-        out_type=(
-            jax.ShapeDtypeStruct((num_rows, width), dtype),
-            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
-        ),
+        out_type=types,
         grid=-(-num_rows // block.block_rows),
         config=(spec, block),
         implementation=implementation,
     )
-    return values, scales[:, None]
 
 
 def _shape(gate_up: jax.Array, up: jax.Array | None, spec: GluSpec) -> tuple[int, int]:

@@ -54,13 +54,14 @@ def multiply(
 ) -> jax.Array:
     """Multiplies rows by weights with `ragged_dot`, both quantized as the recipe says.
 
-    `quantized` is the result of `Products.quantized_tokens`, if it exists. With the plan `source`,
+    `quantized` are the rows in 8 bits, if the recipe has made them already. With the plan `source`,
     `rows` are tokens, still to be permuted; with the plan `target`, the result is summed to tokens.
     """
     bias_weights = None if matrix.bias is None else bias_weights
     if products.recipe is None:
         bias = {"bias": matrix.bias, "bias_weights": bias_weights}
-        return products.summed(products.forward(rows, matrix, sizes, rows.dtype, **bias), target)
+        out = products.product("forward", rows, matrix, sizes, rows.dtype, **bias)
+        return products.summed(out, target)
     consts = _Consts(sizes, matrix.in_8_bits, quantized, source, target)
     operands = rows, matrix.weights, matrix.bias, bias_weights, consts
     return _residual(
@@ -149,7 +150,7 @@ def _multiply(
         quantized = products.moved(products.quantized(products.recipe.forward, rows), consts.source)
     matrix = Matrix(weights, bias, consts.in_8_bits)
     biases = {"bias": bias, "bias_weights": bias_weights}
-    out = products.forward(quantized, matrix, consts.sizes, rows.dtype, **biases)
+    out = products.product("forward", quantized, matrix, consts.sizes, rows.dtype, **biases)
     return products.summed(out, consts.target)
 
 
@@ -194,9 +195,8 @@ def _glu_multiply(
         inner = products.quantized(scaling, inner)
     matrix = Matrix(weights, bias, consts.in_8_bits)
     biases = {"bias": bias, "bias_weights": None if bias is None else row_weights}
-    return products.summed(
-        products.forward(inner, matrix, consts.sizes, gate.dtype, **biases), consts.target
-    )
+    out = products.product("forward", inner, matrix, consts.sizes, gate.dtype, **biases)
+    return products.summed(out, consts.target)
 
 
 def _glu_multiply_derivative(call: Call, primals: Any, tangents: Any, out: jax.Array) -> Any:

@@ -145,12 +145,17 @@ def _arrived(options: LayerOptions, source: Any) -> Arrived:
         received = by_expert(source, **path)
         return Arrived(received.rows, received.weights)
     x, plan, weights = source
-    if options.products.recipe is None:
+    products = options.products
+    if products.recipe is None:
         rows, row_weights, _ = permute(x, plan, weights, **path)
         return Arrived(rows, row_weights)
     no_columns = jnp.zeros((x.shape[0], 0), x.dtype)
     row_weights = permute(no_columns, plan, weights, **path).weights
-    return Arrived(x, row_weights, options.products.quantized_tokens(x, plan), plan)
+    quantized = None
+    if products.recipe.forward is not None:  # before they are moved: fewer are copied
+        tokens = products.quantized(products.recipe.forward, jax.lax.stop_gradient(x))
+        quantized = products.moved(tokens, plan)
+    return Arrived(x, row_weights, quantized, plan)
 
 
 def _experts(options: LayerOptions, experts: Experts, *operands: Any) -> jax.Array:

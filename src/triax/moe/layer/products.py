@@ -47,10 +47,6 @@ class Products:
     )
     one_order: bool = dataclasses.field(default_factory=settings.one_order_of_sums)
 
-    def forward(self, rows: Any, matrix: Matrix, sizes: Any, dtype: Any, **bias: Any) -> jax.Array:
-        """Returns rows times weights, plus the bias; rows are quantized if the recipe says so."""
-        return self._product("forward", rows, matrix, sizes, dtype, **bias)
-
     def rows_gradient(
         self, gradient: Any, matrix: Matrix, sizes: Any, dtype: Any, target: Plan | None
     ) -> jax.Array:
@@ -59,11 +55,12 @@ class Products:
             arguments = self.recipe.rows_gradient, gradient, self.recipe.gradient_dtype
             gradient = self.quantized(*arguments)
         gradient = self.moved(gradient, target)
-        return self._product("rows_gradient", gradient, matrix, sizes, dtype)
+        return self.product("rows_gradient", gradient, matrix, sizes, dtype)
 
-    def _product(
+    def product(
         self, name: str, rows: Any, matrix: Matrix, sizes: Any, dtype: Any, **more: Any
     ) -> jax.Array:
+        """Returns rows, which are quantized if the recipe says so, times weights for a product."""
         scaling, weights = getattr(self.recipe, name, None), matrix.weights
         if scaling is None:
             more["transposed"] = self.transposed == (name == "forward")
@@ -131,14 +128,6 @@ class Products:
         block = (1, None if scaling == "rows" else BLOCK)
         options: dict[str, Any] = {"block": block, "implementation": self.implementation}
         return quantization.quantized(rows, dtype, **options)
-
-    def quantized_tokens(self, x: jax.Array, plan: Plan) -> ScaledArray | None:
-        """Returns rows of quantized tokens, which are cheap to copy; None without a scaling."""
-        scaling = self.recipe.forward
-        if scaling is None:
-            return None
-        tokens: ScaledArray = self.moved(self.quantized(scaling, jax.lax.stop_gradient(x)), plan)
-        return tokens
 
     def dot(
         self,
