@@ -103,7 +103,6 @@ class ModelType:
 
 
 # How routers compute was read in transformers 5.24, and compared with it (`benchmarks/models.py`).
-_SOFTMAX = RouterKeys()
 _OF_CONFIG = RouterKeys(normalize=None, fixed={"scoring_func": ("softmax",)})
 _ALWAYS = RouterKeys(fixed={"norm_topk_prob": (True,)})
 _SIGMOID = RouterKeys("sigmoid", fixed={"scoring_func": ("sigmoid",)})

@@ -210,7 +210,7 @@ class ScaledArray:
         assert self.packed is not None
         parts: dict[str, Any] = {"values": packing.untile(_whole(self.values, 3), self.packed)}
         if self.scales_tiled:
-            parts |= _reordered(self, packing.untile_scales)
+            parts |= _reordered(vars(self), packing.untile_scales)
         packed = self.packed if self.dtype in PACKED else None
         whole = {**parts, "packed": packed, "tiles": None, "shard": None}
         if self.shard is not None:
@@ -396,8 +396,7 @@ def tiled(name: str, array: ScaledArray, shards: Any = (1, 1)) -> ScaledArray:
         whole |= _in_shards(array, whole, shard, fills=True)
     parts: dict[str, Any] = {"values": packing.tile(whole["values"], packed)}
     if _are_of_columns(swapped(block) if array.transposed else block):
-        of_blocks = {part: whole[part] for part in ("scales", "zeros") if whole[part] is not None}
-        parts |= {part: packing.tile_scales(of) for part, of in of_blocks.items()}
+        parts |= _reordered(whole, packing.tile_scales)
     new = {**whole, **parts, "packed": packed, "tiles": packing.TILES_VERSION, "shard": shard}
     return dataclasses.replace(array, **new)
 
@@ -467,10 +466,10 @@ def _are_of_columns(block: Block) -> bool:
     return columns == 1 and deep is not None
 
 
-def _reordered(array: ScaledArray, reorder: Callable[[Any], Any]) -> dict[str, Any]:
+def _reordered(parts: dict[str, Any], reorder: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns an array's scales and zeros, reordered in their last two dimensions."""
-    parts = {"scales": array.scales, "zeros": array.zeros}
-    return {name: of if of is None else reorder(_whole(of, 2)) for name, of in parts.items()}
+    of_blocks = {part: parts[part] for part in ("scales", "zeros") if parts[part] is not None}
+    return {part: reorder(_whole(of, 2)) for part, of in of_blocks.items()}
 
 
 def _whole(values: Any, rank: int) -> Any:

@@ -189,7 +189,7 @@ def _normalized(taken, known, SCORE: tl.constexpr):
         return taken / tl.where(total == 0.0, 1.0, total)[:, None], total
     logs = taken
     if SCORE == "sigmoid":
-        logs = _log_sigmoid(taken)
+        logs = tl.minimum(taken, 0.0) - libdevice.log1p(tl.exp(-tl.abs(taken)))
     elif SCORE == "sqrtsoftplus":
         logs = 0.5 * _log_softplus(taken)
     parts, total = _softmax_parts(logs, _shift(tl.max(logs, 1)))
@@ -237,11 +237,6 @@ def _order_of_scores(logits, shift, total, bias_ptr, expert, known, SCORE: tl.co
 @triton.jit
 def _sigmoid(logits):
     return 1.0 / (1.0 + tl.exp(-logits))
-
-
-@triton.jit
-def _log_sigmoid(logits):
-    return tl.minimum(logits, 0.0) - libdevice.log1p(tl.exp(-tl.abs(logits)))
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def choose_reference(logits: jax.Array, bias: jax.Array | None, spec: RouterSpec
     logits = logits.astype(jnp.float32)
     by_score = choice = logits
     if bias is not None or not spec.group_by_logits:
-        by_score = _choosable(scores_reference(logits, spec.score))
+        by_score = _choosable(_SCORES[spec.score](logits, logits))
     if bias is not None:
         by_score = choice = _choosable(by_score + bias.astype(jnp.float32)[None, :])
     if spec.num_groups > 1:
@@ -66,11 +66,6 @@ def weigh_taken(taken: jax.Array, logits: jax.Array, spec: RouterSpec) -> jax.Ar
     else:
         weights = _SCORES[spec.score](taken, logits)
     return weights * jnp.float32(spec.scale)
-
-
-def scores_reference(logits: jax.Array, score: str) -> jax.Array:
-    """Returns the scores of all logits, in their dtype."""
-    return _SCORES[score](logits, logits)
 
 
 def normalized_scores(logits: jax.Array, score: str) -> jax.Array:
