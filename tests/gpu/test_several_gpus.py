@@ -14,7 +14,7 @@ from tests.moe import test_sharding as cut
 from tests.moe.expert_parallel import test_expert_parallel as expert_parallel
 from tests.moe.expert_parallel import test_processes
 from triax import moe, testing
-from triax.moe.expert_parallel import exchange
+from triax.moe.expert_parallel import exchange, launchers
 from triax.tuning import measure, policy, store
 from triax.tuning.worker import client
 
@@ -95,8 +95,11 @@ def test_each_gpu_alone(mesh, index):
 @pytest.mark.parametrize("way", ["the kernel", "all_to_all"])
 def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
     monkeypatch.setattr(exchange, "_say_padded", pytest.fail)
+    launches, launch = [], launchers.exchange_rows
+    spy = lambda *operands, **forms: launches.append(forms) or launch(*operands, **forms)
+    monkeypatch.setattr(launchers, "exchange_rows", spy)
     if way == "all_to_all":
-        monkeypatch.setattr(exchange, "_between_gpus", lambda *_: None)
+        monkeypatch.setattr(exchange, "_between_gpus", lambda *_, **__: None)
     o, experts = expert_parallel.operands(kind, 8)
     on_all = expert_parallel.on_all(mesh, "d")
 
@@ -110,6 +113,7 @@ def test_expert_parallel_equals_one_gpu(monkeypatch, mesh, way, kind):
     results = (jax.jit(run, static_argnums=0)(f) for f in (on_all, expert_parallel.on_one_device))
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     jax.tree.map(close, *results)
+    assert bool(launches) == (way == "the kernel")
 
 
 def test_expert_parallel_of_two_processes_equals_one(mesh, tmp_path):
@@ -118,6 +122,7 @@ def test_expert_parallel_of_two_processes_equals_one(mesh, tmp_path):
     no_memory_ahead = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # this process has most of it
     errors = test_processes.compare_with_two_processes(tmp_path, mesh.size, **no_memory_ahead)
     assert "padded" not in errors
+    assert "channels: 1" in errors
 
 
 @pytest.mark.parametrize("name", cut.WITH_COLUMNS)

@@ -190,13 +190,13 @@ def lowering_devices(ctx: Any) -> tuple[Any, ...]:
 def manual_mesh(ctx: Any) -> Any | None:
     """Returns the mesh, with devices, of the `shard_map` around a primitive, or None.
 
-    It is also None if not all axes of the mesh are manual, or if the program is exported.
+    It is also None if an axis of several devices is not manual, or if the program is exported.
     """
     context = ctx.module_context.axis_context
     if exported_platforms(ctx) or not lowering_devices(ctx) or not hasattr(context, "mesh"):
         return None
-    mesh = context.mesh
-    return mesh if {*context.manual_axes} == {*mesh.axis_names} else None
+    axes = {name for name, size in context.mesh.shape.items() if size > 1}
+    return context.mesh if axes <= {*context.manual_axes} else None
 
 
 def is_partitioned(ctx: Any) -> bool:

@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from triax.compat import peer_memory
+
 
 def run():
     """By (name, first row)."""
@@ -45,3 +47,4 @@ if __name__ == "__main__":
     jax.distributed.initialize(address, 2, int(index), local_device_ids=own)
     with open(target, "wb") as file:
         pickle.dump(run(), file)
+    print(f"channels: {len(peer_memory._host._channels)}", file=sys.stderr)

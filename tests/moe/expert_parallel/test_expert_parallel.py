@@ -37,8 +37,11 @@ COMPILES = pytest.mark.skipif(
 def _as_on_a_gpu():
     """Rows are exchanged as the kernel does it; those without a token may be anything."""
 
-    def between_gpus(target, x, moves, axis_name):
-        _, filled, received, capacity, source, row_of, terms, weights = moves
+    def between_gpus(target, axis_name, x, weights, plan, ways, *, of_tokens, to_tokens):
+        filled, received, capacity = ways.filled, ways.received, ways.capacity
+        source = ways.source if of_tokens else None
+        row_of = ways.sent.row_of if to_tokens else None
+        terms = None if plan is None else plan.row_of
         if x.size == 0 or capacity == 0:
             return None
         if terms is not None:
@@ -69,7 +72,7 @@ def _as_on_a_gpu():
 
 def forget():
     """The ops, with which their traces are kept."""
-    for op in (tokens._send, tokens._collect):
+    for op in (tokens.send, tokens.combine, tokens._collect):
         op._calls.cache_clear()
 
 
@@ -564,36 +567,85 @@ def test_combine_is_told_which_weights(change, error, text):
         jax.make_jaxpr(function)(np.ones((4, 4)), np.ones((4, 2)), np.ones((4, 2), int))
 
 
-@pytest.mark.cuda_plugin
-def test_programs_for_gpus_exchange_no_more_than_they_must(monkeypatch):
-    """The weights with the choices, the tokens, and the sums; and gradients of each of them."""
-    rooms = []
+@pytest.fixture
+def rooms(monkeypatch):
+    """Programs are lowered for GPUs that have memory, of which each exchange asks for some."""
+    asked = []
 
     def rows(groups, room):
-        rooms.append(room)
+        asked.append(room)
         return [[*range(1, len(group) + 1), room] for group in groups]
 
     monkeypatch.setattr(peer_memory._host, "rows", rows)
     monkeypatch.setattr(devices, "is_cuda", lambda _: True)
     monkeypatch.setattr(devices, "gpus", lambda _: [])
-    count, width = 4 * TOKENS, 24
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "_between_gpus", BETWEEN_GPUS)
+        forget()
+        yield asked
+    forget()
 
-    @functools.partial(jax.shard_map, mesh=local_mesh(), in_specs=P("d"), out_specs=P("d"))
-    def layer(x, weights, experts):
-        sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
-        return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
+
+def dispatched_and_combined(x, weights, experts):
+    sent = moe.dispatch(x, weights, experts, EXPERTS, "d")
+    return moe.combine(jnp.sin(sent.rows), sent.plan, weights=sent.weights)
+
+
+def exchanges_of(function, x_width=24):
+    count = 4 * TOKENS
+    given = normal(0, count, x_width), uniform(1, count, TOP_K), draw_experts("uniform", count)
+    return [call for call in cuda_calls(function, *given) if call.kernel == "exchange_rows"]
+
+
+@pytest.mark.cuda_plugin
+def test_programs_for_gpus_exchange_no_more_than_they_must(rooms):
+    """The weights with the choices, the tokens, and the sums; and gradients of each of them."""
+    specs = {"mesh": local_mesh(), "in_specs": P("d"), "out_specs": P("d")}
+    layer = jax.shard_map(dispatched_and_combined, **specs)
 
     def squares(*operands):
         return jnp.sum(layer(*operands) ** 2)
 
-    given = normal(0, count, width), uniform(1, count, TOP_K), draw_experts("uniform", count)
-    with monkeypatch.context() as patch:
-        patch.setattr(exchange, "_between_gpus", BETWEEN_GPUS)
-        for function, exchanges in ((layer, 3), (jax.grad(squares, (0, 1)), 6)):
-            forget()
-            calls = cuda_calls(function, *given)
-            found = [call for call in calls if call.kernel == "exchange_rows"]
-            readers, writers = 66, 4  # a chunk for each device
-            assert [call.grid for call in found] == [((readers + writers, 1, 1),)] * exchanges
-    forget()
+    for function, exchanges in ((layer, 3), (jax.grad(squares, (0, 1)), 6)):
+        found = exchanges_of(function)
+        readers, writers = 66, 4  # a chunk for each device
+        assert [call.grid for call in found] == [((readers + writers, 1, 1),)] * exchanges
     assert {*rooms} == {1}
+
+
+@pytest.mark.cuda_plugin
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_axis_that_is_left_to_jax(rooms, size, caplog):
+    """Of one device it is no axis; of several the exchange is padded, and the log says so."""
+    exchange._say_padded.cache_clear()
+    mesh = Mesh(np.array(jax.devices()[: 4 * size]).reshape(4, size), ("d", "t"))
+    specs = {"in_specs": P("d"), "out_specs": P("d"), "axis_names": {"d"}}
+    found = exchanges_of(jax.shard_map(dispatched_and_combined, mesh=mesh, **specs))
+    assert len(found) == (3 if size == 1 else 0)
+    assert ("leaves axes of the mesh to JAX" in caplog.text) == (size == 2)
+
+
+@pytest.mark.parametrize("top_k", [2, 40])
+def test_whole_slots_give_the_same_bits(monkeypatch, top_k):
+    """The exchange by `all_to_all`, with gradients; sums of many rows are kernels of their own."""
+    count, specs = 4 * TOKENS, {"in_specs": P("d"), "out_specs": P("d")}
+    layer = jax.shard_map(dispatched_and_combined, mesh=local_mesh(), **specs)
+    experts = np.random.default_rng(4).integers(-1, EXPERTS, (count, top_k)).astype(np.int32)
+
+    @jax.jit
+    def both_ways(x, weights):
+        y, pull = jax.vjp(lambda x, weights: layer(x, weights, experts), x, weights)
+        return y, *pull(jnp.cos(y))
+
+    given = normal(0, count, 24), uniform(1, count, top_k)
+    expected = both_ways(*given)
+    asked = []
+    with monkeypatch.context() as patch:
+        none = lambda *operands, **forms: asked.append(forms)
+        patch.setattr(exchange, "_between_gpus", none)
+        forget()
+        jax.clear_caches()
+        found = both_ways(*given)
+    forget()
+    assert asked
+    jax.tree.map(assert_same_bits, found, expected)

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from triax import messages
 from triax.moe.expert_parallel.exchange import Ways
-from triax.moe.expert_parallel.tokens import collect, home_in_8_bits, in_slots, send
-from triax.moe.permutation.ops import permute, unpermute, weights_by_slot
+from triax.moe.expert_parallel.tokens import combine, in_slots, send
+from triax.moe.permutation.ops import permute, weights_by_slot
 from triax.moe.plans.ops import make_plan, make_plan_from_mask
 from triax.moe.plans.reference import Plan
 from triax.moe.shared import arguments
@@ -110,7 +111,8 @@ def exchanged(
     ways = Ways.of(in_slots(sent, capacity), axis_name, implementation)
 
     def to_devices(array: jax.Array) -> jax.Array:
-        return send(array, ways, axis_name, **path)
+        sent: jax.Array = send(array, ways, axis_name=axis_name, **path)
+        return sent
 
     # Experts are numbered from 1, so that zeros in rows without a token mean no expert. The numbers
     # are exact in float32, and so travel with the weights.
@@ -158,9 +160,6 @@ def combined(
     """Runs `combine` with checked arguments; `dtype` is what rows are rounded to on their way."""
     if weights is not None:
         weights = weights_by_slot(weights, plan.received, implementation)
-    path: dict[str, Any] = {"implementation": implementation}
-    if dtype is None:
-        return collect(rows, weights, plan.received, plan.ways, plan.axis_name, **path)
-    sums = unpermute(rows, plan.received, weights, **path)
-    here = home_in_8_bits(sums, plan.ways, plan.axis_name, dtype, implementation)
-    return unpermute(here, plan.ways.sent, **path)
+    options = {"axis_name": plan.axis_name, "dtype": dtype, "implementation": implementation}
+    tokens = combine(rows, weights, plan.received, plan.ways, **options)
+    return checkpoint_name(tokens, "triax_unpermuted_tokens")

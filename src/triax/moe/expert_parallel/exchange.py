@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from triax.compat import peer_memory
 from triax.moe.expert_parallel import launchers
-from triax.moe.expert_parallel.launchers import Moves
 from triax.moe.permutation.configs import MAX_UNROLLED_SLOTS
 from triax.moe.permutation.ops import permute, sum_rows, unpermute
 from triax.moe.plans.reference import Plan
@@ -62,38 +61,29 @@ class Ways(NamedTuple):
         return self._replace(filled=self.received, received=self.filled)
 
 
-def send(x: jax.Array, ways: Ways, axis_name: Any, path: Implementation | None) -> jax.Array:
-    """Sends tokens to slots; returns the slots received.
+def send(x: jax.Array, ways: Ways, *, of_tokens: bool = True, **options: Any) -> jax.Array:
+    """Sends tokens, or else whole slots; returns the slots received.
 
     Rows that are not sent, here and below, have any values.
     """
-    return _exchange(x, None, None, ways, True, False, axis_name, path)
-
-
-def swap(rows: jax.Array, ways: Ways, axis_name: Any, path: Implementation | None) -> jax.Array:
-    """Exchanges slots."""
-    return _exchange(rows, None, None, ways, False, False, axis_name, path)
+    return _exchange(x, None, None, ways, of_tokens=of_tokens, to_tokens=False, **options)
 
 
 def collect(
-    rows: jax.Array,
-    weights: jax.Array | None,
-    received: Plan | None,
-    ways: Ways,
-    axis_name: Any,
-    path: Implementation | None,
+    rows: jax.Array, weights: jax.Array | None, received: Plan | None, ways: Ways, **options: Any
 ) -> jax.Array:
     """Sends rows of received tokens back; returns the sum of each token's rows.
 
     With `received`, the plan of the received tokens, the rows are those of the plan, of which the
     sum is sent for each token: multiplied by `weights` [received tokens, top_k] if there are some.
     """
+    back, path = ways.reversed(), options["implementation"]
     few = received is None or received.row_of.shape[1] <= MAX_UNROLLED_SLOTS
     if few and all(map(_is_summed_in_float32, (rows, weights))):
-        return _exchange(rows, weights, received, ways.reversed(), False, True, axis_name, path)
+        return _exchange(rows, weights, received, back, of_tokens=False, to_tokens=True, **options)
     if received is not None:
         rows = unpermute(rows, received, weights, implementation=path)
-    return sum_rows(swap(rows, ways.reversed(), axis_name, path), ways.sent, path)
+    return sum_rows(send(rows, back, of_tokens=False, **options), back.sent, path)
 
 
 def _is_summed_in_float32(array: jax.Array | None) -> bool:
@@ -105,23 +95,23 @@ def _exchange(
     weights: jax.Array | None,
     received: Plan | None,
     ways: Ways,
-    of_tokens: bool,
+    *,
     to_tokens: bool,
     axis_name: Any,
-    path: Implementation | None,
+    implementation: Implementation | None,
+    **options: Any,
 ) -> jax.Array:
     """Exchanges slots: made of tokens or with `received` of sums, and at last summed to tokens."""
     num_rows = len(ways.sent.row_of) if to_tokens else ways.sent.num_rows
     out_type = jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
     operands = x, weights, received, ways
-    options = {"of_tokens": of_tokens, "to_tokens": to_tokens, "axis_name": axis_name}
-    options["implementation"] = path
+    options |= {"to_tokens": to_tokens, "axis_name": axis_name, "implementation": implementation}
     by_xla: Any = functools.partial(_on_target, None, **options)
     alone = jax.lax.axis_size(axis_name) == 1
     if (
         0 in (x.size, out_type.size)
         or alone
-        or implementations.fit(path, x) in ("xla", "interpret")
+        or implementations.fit(implementation, x) in ("xla", "interpret")
     ):
         return by_xla(*operands)
     by_target = functools.partial(for_target, _on_target, out_type=out_type, **options)
@@ -140,17 +130,8 @@ def _on_target(
     axis_name: Any,
     implementation: Any,
 ) -> jax.Array:
-    moves = Moves(
-        ways.position,
-        ways.filled,
-        ways.received,
-        ways.capacity,
-        source=ways.source if of_tokens else None,
-        row_of=ways.sent.row_of if to_tokens else None,
-        terms=None if received is None else received.row_of,
-        weights=weights,
-    )
-    moved = _between_gpus(target, x, moves, axis_name)
+    forms = {"of_tokens": of_tokens, "to_tokens": to_tokens}
+    moved = _between_gpus(target, axis_name, x, weights, received, ways, **forms)
     if moved is not None:
         return moved
     if of_tokens:
@@ -162,19 +143,29 @@ def _on_target(
 
 
 def _between_gpus(
-    target: Target | None, x: jax.Array, moves: Moves, axis_name: Any
+    target: Target | None,
+    axis_name: Any,
+    x: jax.Array,
+    weights: jax.Array | None,
+    received: Plan | None,
+    ways: Ways,
+    **forms: bool,
 ) -> jax.Array | None:
     """Exchanges rows by the kernel; None if there is no memory that all GPUs of the axis write."""
-    if target is None or target.mesh is None:
+    if target is None:
         return None
-    num_bytes = len(moves.received) * moves.capacity * x.shape[1] * x.dtype.itemsize
+    if target.mesh is None:
+        _say_padded("the program is exported, or its `shard_map` leaves axes of the mesh to JAX")
+        return None
+    num_bytes = len(ways.received) * ways.capacity * x.shape[1] * x.dtype.itemsize
     try:
         peers = peer_memory.peers(target.mesh, axis_name, num_bytes)
     except peer_memory.UnavailableError as error:
         _say_padded(str(error))
         return None
-    of_this = jnp.asarray(peers)[jax.lax.axis_index(target.mesh.axis_names)]
-    return launchers.exchange_rows(target, of_this, x, moves)
+    axes = tuple(name for name, size in target.mesh.shape.items() if size > 1)
+    of_this = jnp.asarray(peers)[jax.lax.axis_index(axes)]
+    return launchers.exchange_rows(target, of_this, x, weights, received, ways, **forms)
 
 
 @functools.cache

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from triax.compat import peer_memory
+from triax.moe.plans.reference import Plan
 from triax.moe.shared.arrays import as_words, from_words
 from triax.moe.shared.launching import launch
 from triax.moe.shared.target import Target
@@ -25,55 +26,32 @@ class ExchangeConfig:
     num_warps: int
 
     @classmethod
-    def of(cls, target: Target, moves: Moves, x: jax.Array) -> ExchangeConfig:
+    def of(cls, target: Target, x: jax.Array, slots: Any, to_tokens: bool) -> ExchangeConfig:
         """Of two H200s' rows of 14 KiB: copies reach 0.81 of a copy's bandwidth by the driver."""
+        devices, capacity = slots
         width, itemsize = x.shape[1], x.dtype.itemsize
         block_width = min(1 << max(width - 1, 1).bit_length(), 2048 // itemsize)
         block_tokens = (1 << 14) // (block_width * itemsize)
         block_rows, num_warps = block_tokens, 16
-        if moves.row_of is not None:  # sums, which need registers
+        if to_tokens:  # sums, which need registers
             block_rows, num_warps = block_tokens // 2, 8
-        most = peer_memory.PLACES["MOST_FLAGS"] // len(moves.received)
-        while -(-moves.capacity // block_rows) > most:
+        while -(-capacity // block_rows) > peer_memory.PLACES["MOST_FLAGS"] // devices:
             block_rows *= 2
         # At least half of the multiprocessors stay free of programs that wait.
         readers = max(1, target.multiprocessors // 2)
         return cls(block_rows, block_width, block_tokens, readers, num_warps)
 
 
-class Moves(NamedTuple):
-    """Which rows go where.
-
-    Of the rows that are sent, each device has a slot of `capacity` rows, filled from its start.
-
-    Attributes:
-      position: int32 [1], this device's position along the axis.
-      filled: int32 [devices], how many rows of the slot are sent to each device.
-      received: int32 [devices], how many rows come from each device.
-      capacity: the rows of a slot.
-      source: int32 [devices * capacity], the row of `x` that is sent; None for all rows in order.
-      row_of: int32 [tokens, slots], the received rows that are summed for a token, or -1; None for
-        the received rows themselves.
-      terms: int32 [devices * capacity, terms], the rows of `x` that are summed to a row that is
-        sent, or -1; None if the rows of `x` are sent.
-      weights: float [devices * capacity, terms], what the terms are multiplied by; or None.
-    """
-
-    position: jax.Array
-    filled: jax.Array
-    received: jax.Array
-    capacity: int
-    source: jax.Array | None = None
-    row_of: jax.Array | None = None
-    terms: jax.Array | None = None
-    weights: jax.Array | None = None
-
-
 def exchange_rows(
     target: Target,
     peers: jax.Array,
     x: jax.Array,
-    moves: Moves,
+    weights: jax.Array | None,
+    received: Plan | None,
+    ways: Any,
+    *,
+    of_tokens: bool,
+    to_tokens: bool,
 ) -> jax.Array:
     """Writes rows to other devices; returns the rows written here, or sums of them.
 
@@ -81,36 +59,42 @@ def exchange_rows(
       target: the GPU.
       peers: int32 [devices + 1], of this device in `peer_memory.peers`.
       x: [rows, width]; floats of up to 32 bits if there are sums, which are in float32.
-      moves: which rows go where.
+      weights: float [devices * capacity, terms], what terms are multiplied by; or None.
+      received: the plan whose rows are `x`, of which each row that is sent is a sum; or None.
+      ways: an `exchange.Ways`: of the rows that are sent, each device has a slot, filled from its
+        start.
+      of_tokens: whether `x` are tokens, of which the ways' `source` are sent, and not slots.
+      to_tokens: whether the rows received are summed to tokens.
 
     Returns:
-      [devices * capacity, width], by the sending device, where rows past `received` have any
-      values; with `row_of` [tokens, width].
+      [devices * capacity, width], by the sending device, where rows past `ways.received` have any
+      values; with `to_tokens` [tokens, width].
     """
     # Kernels are imported where they are launched: importing triax.moe needs no Triton.
     from triax.moe.expert_parallel.kernels import _exchange_rows_kernel
 
-    position, filled, received, capacity, source, row_of, terms, weights = moves
-    words = as_words(x) if row_of is None else x
-    devices, width = len(received), x.shape[1]
-    num_results = devices * capacity if row_of is None else len(row_of)
-    config = ExchangeConfig.of(target, moves, x)
+    row_of = ways.sent.row_of if to_tokens else None
+    terms = None if received is None else received.row_of
+    words = x if to_tokens else as_words(x)
+    devices, width = len(ways.received), x.shape[1]
+    num_results = len(ways.sent.row_of) if to_tokens else devices * ways.capacity
+    config = ExchangeConfig.of(target, x, (devices, ways.capacity), to_tokens)
     rows = launch(
         _exchange_rows_kernel,
         words,
-        source,
+        ways.source if of_tokens else None,
         terms,
         weights,
-        filled,
-        received,
+        ways.filled,
+        ways.received,
         row_of,
         peers,
-        position,
-        capacity,
+        ways.position,
+        ways.capacity,
         num_results,
         len(x),
         out_type=jax.ShapeDtypeStruct((num_results, width), words.dtype),
-        grid=config.readers + devices * -(-capacity // config.block_rows),
+        grid=config.readers + devices * -(-ways.capacity // config.block_rows),
         config=config,
         implementation="triton",
         WIDTH=width,
