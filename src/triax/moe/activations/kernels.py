@@ -48,17 +48,15 @@ def _clipped(gate, up, LIMIT: tl.constexpr):
 
 @triton.jit
 def _load(
-    gate_ptr,
-    up_ptr,
+    operands,
     rows,
-    num_rows,
     first,
-    width,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Loads float32 blocks of gate and up from column `first` on; if not GATED, up is gate."""
+    gate_ptr, up_ptr, _, num_rows, width = operands
     inside = (rows < num_rows)[:, None]
     row = rows.to(tl.int64)[:, None]
     columns = first + tl.arange(0, COLUMNS)[None, :]
@@ -93,8 +91,8 @@ def _glu(operands, rows, first, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr)
     ALPHA: tl.constexpr = ACTIVATION[3]
     LIMIT: tl.constexpr = ACTIVATION[4]
     UP_OFFSET: tl.constexpr = ACTIVATION[5]
-    gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width = operands
-    gate, up = _load(gate_up_ptr, up_ptr, rows, num_rows, first, width, GATED, INTERLEAVED, COLUMNS)
+    gate_up_ptr, _, row_weights_ptr, num_rows, _ = operands
+    gate, up = _load(operands, rows, first, GATED, INTERLEAVED, COLUMNS)
     if LIMIT is not None:
         gate, up, _, _ = _clipped(gate, up, LIMIT)
     out, _ = _curve(gate, CURVE, ALPHA)
@@ -239,6 +237,7 @@ def _glu_grad_kernel(
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
     row = rows.to(tl.int64)[:, None]
+    operands = gate_up_ptr, up_ptr, row_weights_ptr, num_rows, width
     dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     if AGAIN:
         d_gate_up_ptr = gate_up_ptr
@@ -249,9 +248,7 @@ def _glu_grad_kernel(
     for first in range(0, width, BLOCK_COLUMNS):
         columns = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
         mask = inside[:, None] & (columns < width)
-        gate, up = _load(
-            gate_up_ptr, up_ptr, rows, num_rows, first, width, GATED, INTERLEAVED, BLOCK_COLUMNS
-        )
+        gate, up = _load(operands, rows, first, GATED, INTERLEAVED, BLOCK_COLUMNS)
         gradient = tl.load(gradient_ptr + row * width + columns, mask=mask, other=0.0)
         gradient = gradient.to(tl.float32)
         if LIMIT is not None:

@@ -26,10 +26,10 @@ def _load_rows(row_of_ptr, token, slot, inside, num_rows, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _load_num_slots(num_slots_ptr, token, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def _load_num_slots(num_slots_ptr, token, inside, TOP_K: tl.constexpr):
     """Loads the number of slots that each token visits; also returns the largest number."""
     if num_slots_ptr is None:
-        num_slots = tl.full([BLOCK_TOKENS], TOP_K, tl.int32)
+        num_slots = tl.full(token.shape, TOP_K, tl.int32)
         most = TOP_K
     else:
         num_slots = tl.load(num_slots_ptr + token, mask=inside, other=0)
@@ -38,10 +38,9 @@ def _load_num_slots(num_slots_ptr, token, inside, TOP_K: tl.constexpr, BLOCK_TOK
 
 
 @triton.jit
-def _zero_other_slots(
-    weights_ptr, token, num_slots, inside, TOP_K: tl.constexpr, BLOCK_TOKENS: tl.constexpr
-):
+def _zero_other_slots(weights_ptr, token, num_slots, inside, TOP_K: tl.constexpr):
     """Writes zeros to the slots that tokens do not visit."""
+    BLOCK_TOKENS: tl.constexpr = token.shape[0]
     # Not by `max`, which Triton 3.5 computes at run time: its result cannot be a block's size.
     block: tl.constexpr = 256 // BLOCK_TOKENS if BLOCK_TOKENS < 32 else 8
     zeros = tl.zeros([BLOCK_TOKENS, block], weights_ptr.dtype.element_ty)
@@ -63,21 +62,15 @@ def _group_end(group_sizes_ptr, num_groups, num_rows, BLOCK_EXPERTS: tl.constexp
 
 
 @triton.jit
-def _zero_rows(
-    rows,
-    first,
-    end,
-    first_block,
-    step,
-    WIDTH: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-):
+def _zero_rows(rows, first, end, first_block, step, BLOCK: tl.constexpr):
     """Writes zeros to every `step`-th block of the rows from `first` to `end`.
 
-    `rows` has the pointers to rows, row weights and row scales; the latter two may be None.
+    `rows` has the pointers to rows, row weights and row scales; the latter two may be None. `BLOCK`
+    has the rows of a block and its width, the width of rows, and their scales.
     """
+    BLOCK_ROWS: tl.constexpr = BLOCK[0]
+    BLOCK_WIDTH: tl.constexpr = BLOCK[1]
+    WIDTH: tl.constexpr = BLOCK[2]
     rows_ptr, row_weights_ptr, row_scales_ptr = rows
     zeros = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], rows_ptr.dtype.element_ty)
     for block in range(first_block, tl.cdiv(end - first, BLOCK_ROWS), step):
@@ -92,21 +85,12 @@ def _zero_rows(
             tl.store(row_weights_ptr + row, none, mask=inside)
         if row_scales_ptr is not None:
             nothing = tl.zeros([BLOCK_ROWS], row_scales_ptr.dtype.element_ty)
-            for scale in range(SCALES):
-                tl.store(row_scales_ptr + row * SCALES + scale, nothing, mask=inside)
+            for scale in range(BLOCK[3]):
+                tl.store(row_scales_ptr + row * BLOCK[3] + scale, nothing, mask=inside)
 
 
 @triton.jit
-def _zero_empty_rows(
-    rows,
-    groups,
-    share,
-    WIDTH: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-):
+def _zero_empty_rows(rows, groups, share, BLOCK: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
     """Writes zeros to one program's share of the rows without a token: pad rows and the tail."""
     group_sizes_ptr, group_filled_ptr, num_rows, num_experts, num_padded = groups
     program, num_programs = share
@@ -115,9 +99,9 @@ def _zero_empty_rows(
         size = tl.minimum(tl.load(group_sizes_ptr + expert), num_rows - start)
         filled = tl.maximum(tl.load(group_filled_ptr + expert), 0)
         first = start + tl.minimum(filled, num_rows - start)
-        _zero_rows(rows, first, start + size, 0, 1, WIDTH, SCALES, BLOCK_ROWS, BLOCK_WIDTH)
+        _zero_rows(rows, first, start + size, 0, 1, BLOCK)
     end = _group_end(group_sizes_ptr, num_experts, num_rows, BLOCK_EXPERTS)
-    _zero_rows(rows, end, num_rows, program, num_programs, WIDTH, SCALES, BLOCK_ROWS, BLOCK_WIDTH)
+    _zero_rows(rows, end, num_rows, program, num_programs, BLOCK)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -156,7 +140,7 @@ def _permute_kernel(
         token = token_block.to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
         inside = token < num_tokens
         column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
-        num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS)
+        num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K)
         wide = column < WIDTH
         read = x_ptr + token[:, None] * WIDTH + column[None, :]
         x = tl.load(read, mask=inside[:, None] & wide[None, :])
@@ -193,7 +177,7 @@ def _permute_kernel(
         groups = group_sizes_ptr, group_filled_ptr, num_rows, num_experts, num_padded
         share = tl.program_id(0) - num_moving, num_zeroing
         _zero_empty_rows(
-            rows, groups, share, WIDTH, SCALES, BLOCK_TOKENS, BLOCK_WIDTH, BLOCK_EXPERTS
+            rows, groups, share, (BLOCK_TOKENS, BLOCK_WIDTH, WIDTH, SCALES), BLOCK_EXPERTS
         )
 
 
@@ -223,7 +207,7 @@ def _unpermute_kernel(
     inside = token < num_tokens
     column = width_block.to(tl.int64) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     wide = (column < WIDTH)[None, :]
-    num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS)
+    num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K)
     total = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], wider)
     for first in range(0, most_slots, STEP_SLOTS):
         for ahead in tl.static_range(STEP_SLOTS):
@@ -249,7 +233,7 @@ def _unpermute_kernel(
                     weight = tl.load(row_weights_ptr + row, mask=exists, other=0.0)
                     tl.store(token_weights_ptr + token * TOP_K + slot, weight, mask=visits)
             if num_slots_ptr is not None:
-                _zero_other_slots(token_weights_ptr, token, num_slots, inside, TOP_K, BLOCK_TOKENS)
+                _zero_other_slots(token_weights_ptr, token, num_slots, inside, TOP_K)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -288,7 +272,7 @@ def _unpermute_grad_kernel(
         whole = tl.arange(0, BLOCK_WIDTH).to(tl.int64)
         kept_mask = inside[:, None] & (whole < WIDTH)[None, :]
         kept = tl.load(read + whole[None, :], mask=kept_mask, other=0.0).to(wider)
-        num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K, BLOCK_TOKENS)
+        num_slots, most_slots = _load_num_slots(num_slots_ptr, token, inside, TOP_K)
         for first in range(0, most_slots, STEP_SLOTS):
             for ahead in tl.static_range(STEP_SLOTS):
                 slot = first + ahead
@@ -316,9 +300,9 @@ def _unpermute_grad_kernel(
                     d_weight = tl.sum(products, 1).to(d_weights_ptr.dtype.element_ty)
                 tl.store(d_weights_ptr + token * TOP_K + slot, d_weight, mask=visits)
         if num_slots_ptr is not None:
-            _zero_other_slots(d_weights_ptr, token, num_slots, inside, TOP_K, BLOCK_TOKENS)
+            _zero_other_slots(d_weights_ptr, token, num_slots, inside, TOP_K)
     else:
         rows = d_rows_ptr, None, None
         groups = group_sizes_ptr, group_filled_ptr, num_rows, num_experts, num_padded
         share = token_block - token_blocks, num_zeroing
-        _zero_empty_rows(rows, groups, share, WIDTH, 0, BLOCK_TOKENS, BLOCK_WIDTH, BLOCK_EXPERTS)
+        _zero_empty_rows(rows, groups, share, (BLOCK_TOKENS, BLOCK_WIDTH, WIDTH, 0), BLOCK_EXPERTS)
