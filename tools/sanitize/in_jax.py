@@ -58,7 +58,7 @@ def launched(name: str) -> set[Launched]:
             launch.kernel.name,
             *(
                 launch.array_type(leaf).dtype.name
-                for leaf in launch.leaves
+                for _, leaf in launch.named_leaves
                 if not isinstance(leaf, Scalar)
             ),
         )
