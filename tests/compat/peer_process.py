@@ -127,7 +127,7 @@ def peers(mesh, units, axis="x"):
 def run(process, processes, scenario):
     peer_memory._driver = Driver
     peer_memory._MOST_DEVICES = 1 << 13  # a job numbers its CPUs 0, 2048, 4096, …
-    jax_private.local_index = lambda device: device.id % 2048
+    jax_private.local_index = lambda device: 2 * (device.id // 2048) + device.id % 2048
     mesh = Mesh(np.array(jax.devices()), ("x",))
     globals()[f"run_{scenario}"](mesh, process, processes)
 
@@ -161,11 +161,12 @@ def run_fails(mesh, process, processes):
             ("cuMemExportToShareableHandle", fault),
             ("cuMemImportFromShareableHandle", fault),
             ("cuMemMap", RuntimeError("no libcuda")),
+            ("cuDeviceGetP2PAttribute", fault),  # which is asked about the other's GPU
         ],
         1,
     ):
         with failing(name, error) if process == 1 else contextlib.nullcontext():
-            print(peers(mesh, 128 >> units))
+            print(peers(mesh, 256 >> units))
         assert mapped == MAPPED
     receive = socket.recv_fds
     if process == 1:

@@ -67,16 +67,17 @@ def test_all_processes_write_to_all_memory(processes):
 def test_what_one_process_cannot_no_process_does():
     why = "UnavailableError: {}: CUDA_ERROR_OUT_OF_MEMORY"
     for lines, errors in job("fails"):
-        assert len(lines) == 8
-        assert lines[:6] == [
+        assert len(lines) == 9
+        assert lines[:7] == [
             why.format("cuMemCreate"),
             why.format("cuMemSetAccess"),
             why.format("cuMemExportToShareableHandle"),
             why.format("cuMemImportFromShareableHandle"),
             "UnavailableError: cuMemMap: no libcuda",
+            why.format("cuDeviceGetP2PAttribute"),
             "UnavailableError: process 1 can have no more file descriptors",
         ], errors
-        for line in lines[6:]:
+        for line in lines[7:]:
             assert "several hosts, or in several containers, or of several users" in line
 
 
@@ -159,8 +160,8 @@ def test_gpus_of_one_process_without_nvlink(monkeypatch, linked):
     driver = SimpleNamespace(CUdevice_P2PAttribute=kinds, cuDeviceGetP2PAttribute=ask)
     monkeypatch.setattr(peer_memory, "_driver", lambda: driver)
     if linked:
-        peer_memory._check_atomics([(0, 2), (2, 0), (0, None)])
+        peer_memory._check_atomics([(0, 2), (2, 0), (0, None), (2, 2)])
         assert asked == [("atomics", 0, 2), ("atomics", 2, 0)]
     else:
         with pytest.raises(peer_memory.UnavailableError, match="GPUs 0 and 2 are not connected"):
-            peer_memory._check_atomics([(0, 2), (2, 0), (0, None)])
+            peer_memory._check_atomics([(0, 2), (2, 0), (0, None), (2, 2)])

@@ -464,7 +464,8 @@ def _check_atomics(pairs: Iterable[tuple[Any, Any]]) -> None:
     """Raises if GPUs cannot run atomics on each other's memory, as kernels do."""
     for pair in pairs:
         kind = _driver().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-        if None not in pair and not int(_call("cuDeviceGetP2PAttribute", kind, *pair)):
+        is_known = None not in pair and pair[0] != pair[1]
+        if is_known and not int(_call("cuDeviceGetP2PAttribute", kind, *pair)):
             raise UnavailableError(f"GPUs {pair[0]} and {pair[1]} are not connected by NVLink")
 
 
