@@ -16,7 +16,7 @@ from tests.moe.case import Arrays, Case, ModelSizes, Sized
 from tests.moe.draws import Rng, one_of
 from triax import moe
 from triax.moe.plans import launchers
-from triax.moe.plans.configs import FewPairsConfig, ScanConfig, SortConfig
+from triax.moe.plans.configs import FewPairsConfig, SortConfig
 
 FIELDS = ("row_of", "expert_of", "group_sizes", "group_counts", "group_filled", "num_dropped")
 
@@ -188,7 +188,7 @@ def kernels_for(pairs: str, max_blocks: int = 3) -> Iterator[None]:
     with (
         mock.patch.multiple(FewPairsConfig, max_pairs=most, **few),
         mock.patch.multiple(SortConfig, max_blocks=max_blocks, **many),
-        mock.patch.object(launchers, "ScanConfig", return_value=ScanConfig(2, 256)),
+        mock.patch.dict(launchers._SCAN, BLOCK_BLOCKS=2, BLOCK_EXPERTS=256),
     ):
         yield
 

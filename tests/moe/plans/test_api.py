@@ -12,7 +12,8 @@ import pytest
 import triax
 from triax import moe
 from triax.errors import ArgumentTypeError, ArgumentValueError
-from triax.moe.plans.configs import FewPairsConfig, MaskConfig, ScanConfig, SortConfig
+from triax.moe.plans import launchers
+from triax.moe.plans.configs import FewPairsConfig, MaskConfig, SortConfig
 
 IDS = jnp.zeros((4, 2), jnp.int32)
 MASK = jnp.zeros((4, 3), bool)
@@ -180,7 +181,7 @@ def test_configs_that_were_measured(num_experts, bins, select, place):
     assert of(SortConfig.heuristic(num_experts)) == (bins, 128, 4, 2)
     assert of(MaskConfig.to_select(num_experts)) == select
     assert of(MaskConfig.to_place(num_experts)) == place
-    assert of(ScanConfig()) == (256, 4, 4)
+    assert tuple(launchers._SCAN.values()) == (256, 4, 4)
     assert (FewPairsConfig.max_pairs, SortConfig.max_blocks) == (2048, 256)
 
 

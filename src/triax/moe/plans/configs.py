@@ -58,15 +58,6 @@ class SortConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScanConfig:
-    """One program sums the blocks of `block_experts` experts, `block_blocks` at a time."""
-
-    block_blocks: int = 256
-    block_experts: int = 4
-    num_warps: int = 4
-
-
-@dataclasses.dataclass(frozen=True)
 class MaskConfig:
     """One program reads the mask of `block_tokens` tokens, `block_experts` at a time."""
 

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from triax.binding.launch import KernelImplementation
-from triax.moe.plans.configs import FewPairsConfig, MaskConfig, ScanConfig, SortConfig
+from triax.moe.plans.configs import FewPairsConfig, MaskConfig, SortConfig
 from triax.moe.plans.reference import Plan
 from triax.moe.shared.launching import launch
 
 # Kernels are imported where they are launched: importing triax.moe needs no Triton.
+
+# A program sums the blocks of some experts, this many at a time.
+_SCAN = {"BLOCK_BLOCKS": 256, "BLOCK_EXPERTS": 4, "num_warps": 4}
 
 
 def select_experts(
@@ -168,7 +171,6 @@ def _scan_counts(
     """Returns the sums of `counts` over earlier blocks (in place) and over all blocks [experts]."""
     from triax.moe.plans.kernels import _scan_counts_kernel
 
-    config = ScanConfig()
     num_blocks, num_experts = counts.shape
     return launch(
         _scan_counts_kernel,
@@ -178,9 +180,9 @@ def _scan_counts(
         out_type=(_ints(num_blocks, num_experts), _ints(num_experts)),
         input_output_aliases={"counts_ptr": 0},
         # Over experts only: along the blocks the sum is sequential.
-        grid=-(-num_experts // config.block_experts),
-        config=config,
+        grid=-(-num_experts // _SCAN["BLOCK_EXPERTS"]),
         implementation=implementation,
+        **_SCAN,
     )
 
 
