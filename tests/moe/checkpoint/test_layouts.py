@@ -181,7 +181,8 @@ def test_memory_is_one_stack_and_few_tensors(name, tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     stacks = sum(array.nbytes for array in jax.tree.leaves(found))
-    assert peak < stacks + 10 * stacks / 100 + 100_000
+    # A few kilobytes for each expert may wait for Python's collector; a second stack is 1 MB.
+    assert peak < stacks + 500_000 < 1.5 * stacks
 
 
 # --- stacked in the checkpoint -------------------------------------------------------------------
