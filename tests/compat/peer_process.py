@@ -20,6 +20,7 @@ import types
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.sharding import Mesh
 
 from triax.compat import jax_private, peer_memory
@@ -130,6 +131,8 @@ def run(process, processes, scenario):
     jax_private.local_index = lambda device: 2 * (device.id // 2048) + device.id % 2048
     mesh = Mesh(np.array(jax.devices()), ("x",))
     globals()[f"run_{scenario}"](mesh, process, processes)
+    if scenario not in ("dies", "ends"):  # one that ended now would be an error of others
+        distributed.global_state.client.wait_at_barrier("end", 60_000)
 
 
 def run_writes(mesh, process, processes):
@@ -245,5 +248,5 @@ if __name__ == "__main__":
     finally:
         sys.stdout.flush()
         if process == 0:
-            time.sleep(1)  # the others may still ask the job's service, which is here
+            sys.stdin.read()  # until the others have ended: the job's service is here
         os._exit(0)  # JAX would wait for a process that has died

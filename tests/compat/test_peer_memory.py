@@ -37,6 +37,7 @@ def _run(address, scenario, processes, devices):
         subprocess.Popen(
             [sys.executable, script, address, str(process), str(processes), scenario],
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -44,7 +45,8 @@ def _run(address, scenario, processes, devices):
         for process in range(processes)
     ]
     try:
-        return [process.communicate(timeout=120) for process in started]
+        # The first has the job's service, and ends last: when its input does.
+        return [process.communicate(timeout=120) for process in started[::-1]][::-1]
     finally:
         for process in started:
             process.kill()
@@ -58,8 +60,9 @@ SLOW = pytest.mark.slow("processes that import JAX")
 def test_all_processes_write_to_all_memory(processes):
     found = job("writes", processes)
     for lines, errors in found:
-        assert lines[0] == f"{[*range(1, processes + 1)]} 2 4", errors
-        assert lines[1] == f"{2 * processes} True"  # two channels
+        # Two channels.
+        wanted = [f"{[*range(1, processes + 1)]} 2 4", f"{2 * processes} True"]
+        assert lines == wanted, errors
     assert "process 1 has not lowered this program for 0.2 s" in found[0][1]
 
 
