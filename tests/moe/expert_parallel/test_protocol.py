@@ -63,27 +63,20 @@ def steps(me: int, devices: int, program: int, fault: str) -> list[Step]:
     def wait_for_come(peer: int) -> Step:
         return lambda state: state if state[me].come[peer] >= epoch(state) else None
 
-    def write(peer: int) -> Step:
+    def put_there(peer: int, of: str) -> Step:
+        """Writes a row, or raises its flag."""
+
         def run(state: State) -> State:
             if not is_sent(state, me, peer):
                 return state
-            rows = put(state[peer].rows, place(state, me, "rows"), epoch(state))
-            return changed(state, peer, rows=rows)
-
-        return run
-
-    def raise_flag(peer: int) -> Step:
-        def run(state: State) -> State:
-            if not is_sent(state, me, peer):
-                return state
-            flags = put(state[peer].flags, place(state, me, "flags"), epoch(state))
-            return changed(state, peer, flags=flags)
+            items = put(getattr(state[peer], of), place(state, me, of), epoch(state))
+            return changed(state, peer, **{of: items})
 
         return run
 
     def wait_for_flag(peer: int) -> Step:
         def run(state: State) -> State | None:
-            raised = state[me].flags[place(state, peer, "flags")] >= epoch(state)
+            raised = state[me].flags[place(state, peer, "flags")] == epoch(state)
             return state if raised or not is_sent(state, peer, me) else None
 
         return run
@@ -99,7 +92,7 @@ def steps(me: int, devices: int, program: int, fault: str) -> list[Step]:
     peers = [peer for peer in range(devices) if peer != me]
     if program:
         peer = peers[program - 1]
-        ways = [write(peer), raise_flag(peer)]
+        ways = [put_there(peer, "rows"), put_there(peer, "flags")]
         return ways[::-1] if fault == "the flag first" else ways
     reads = [step for peer in peers for step in (wait_for_flag(peer), read(peer))]
     if fault == "no wait for flags":

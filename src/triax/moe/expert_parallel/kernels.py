@@ -92,9 +92,8 @@ def _exchange_rows_kernel(
     here = _memory(peers_ptr, position, 0, tl.int32, UNIT)
     epoch = tl.load(here + EPOCH) + 1
     turn = epoch & 1
-    rows_at = 1 + turn * tl.load(
-        peers_ptr + DEVICES
-    )  # units of memory before the rows of this turn
+    # Units of memory before the rows of this turn.
+    rows_at = 1 + turn * tl.load(peers_ptr + DEVICES)
     flags_at = FLAGS + turn * MOST_FLAGS
     chunks = tl.cdiv(capacity, BLOCK_ROWS)
     if program == 0:
