@@ -53,17 +53,19 @@ class BufferOrder:
     aliases: tuple[tuple[int, int], ...]
 
 
+def _buffers(launch: Launch) -> list[Operand | Result | Scalar]:
+    """Of each leaf the array, also behind a descriptor, or the number."""
+    leaves = (leaf for _, leaf in launch.named_leaves)
+    return [leaf.buffer if isinstance(leaf, Descriptor) else leaf for leaf in leaves]
+
+
 def order_buffers(launch: Launch, *, scratches: int = 0) -> BufferOrder:
     """Finds the buffer order for which jaxlib's walk matches the kernel's parameter order.
 
     Outputs at the end of the parameter list are plain results of the custom call. An output before
     an operand is passed as an uninitialised operand that a result is aliased to. Scratch is last.
     """
-    pointers = [
-        leaf.buffer if isinstance(leaf, Descriptor) else leaf
-        for _, leaf in launch.named_leaves
-        if not isinstance(leaf, Scalar)
-    ]
+    pointers = [buffer for buffer in _buffers(launch) if not isinstance(buffer, Scalar)]
     first_tail = len(pointers)
     while first_tail and isinstance(pointers[first_tail - 1], Result):
         first_tail -= 1
@@ -134,7 +136,7 @@ def check_writes(launch: Launch, kernel: CompiledKernel) -> None:
     """Raises `ReadOnlyOperand` for a kernel that writes to an operand without an aliased output."""
     names = [name for name, _ in launch.named_leaves]
     aliased = {alias.operand for alias in launch.aliases}
-    buffers = [getattr(leaf, "buffer", leaf) for _, leaf in launch.named_leaves]
+    buffers = _buffers(launch)
     read_only = {
         index
         for index, leaf in enumerate(buffers)
